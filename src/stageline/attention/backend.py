@@ -1,0 +1,72 @@
+"""The contract between a microbatch, a layer's cache and whatever computes attention.
+
+The KV cache is paged: a layer's cache is two tensors of blocks, a request's block table lists the blocks that hold its
+tokens in order, and `slot_mapping` says where each new token's key and value go. Block ids are the same on every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's keys and values: two tensors [num_blocks, num_kv_heads, block_size, head_dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[2]
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where one microbatch's tokens stand; the same for all layers of a stage. Rows are requests, decodes first.
+
+    Args:
+        num_decode_rows: leading rows with a single new token.
+        num_scheduled_tokens: [rows] new tokens per row, on the host.
+        num_computed_tokens: [rows] tokens already in the cache per row, on the host.
+        query_starts: int32 [rows + 1] on the device: row r's new tokens are query_starts[r]:query_starts[r + 1].
+        context_lens: int32 [rows] on the device: cached and new tokens of each row.
+        block_tables: int32 [rows, max blocks of any row] on the device; entries past a row's end are 0.
+        slot_mapping: int64 [tokens] on the device: block id * block_size + offset for each new token.
+        positions: int64 [tokens] on the device.
+    """
+
+    num_decode_rows: int
+    num_scheduled_tokens: list[int]
+    num_computed_tokens: list[int]
+    query_starts: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+    positions: torch.Tensor
+
+
+class AttentionBackend(Protocol):
+    """Computes causal attention over a paged cache. One instance per process; it keeps no state between calls."""
+
+    def store(self, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
+        """Write the new tokens' keys and values, [tokens, num_kv_heads, head_dim], into their slots."""
+        ...
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        metadata: AttentionMetadata,
+        cache: LayerCache,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """queries: [tokens, num_heads, head_dim], their keys already stored. Returns: the same shape.
+
+        Token i of a row attends to all tokens of its request at or before its position, or to the last
+        `sliding_window` of them, itself included.
+        """
+        ...

@@ -1,0 +1,58 @@
+"""A checkpoint as the rest of Stageline sees it, and the one function that opens either kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from stageline.checkpoint.model_spec import ModelSpec
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """Where one tensor's bytes are.
+
+    Args:
+        name: Hugging Face's name for it, such as "model.layers.3.self_attn.q_proj.weight".
+        file: path of the file that holds it.
+        offset_bytes, num_bytes: the run of bytes in that file.
+        shape: as Hugging Face has it: [out_features, in_features] for a linear layer.
+        encoding: "F32", "F16", "BF16", or a GGML block type such as "Q4_1".
+        stored_name: its name in the file, for messages.
+        rope_permuted_heads: a number of heads if its rows are interleaved for RoPE pair by pair, head by head, as GGUF
+            files of the llama architecture store q and k; 0 if they are in Hugging Face's order.
+    """
+
+    name: str
+    file: str
+    offset_bytes: int
+    num_bytes: int
+    shape: tuple[int, ...]
+    encoding: str
+    stored_name: str
+    rope_permuted_heads: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """Everything about a model's files except the weights' bytes.
+
+    Args:
+        path: the directory or GGUF file.
+        spec: the model's shape.
+        tensors: every tensor by its Hugging Face name.
+    """
+
+    path: str
+    spec: ModelSpec
+    tensors: dict[str, TensorEntry]
+
+    @property
+    def is_gguf(self) -> bool:
+        return Path(self.path).is_file()

@@ -1,0 +1,1 @@
+"""The stageline command: main, and one file per subcommand."""

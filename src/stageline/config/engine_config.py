@@ -1,0 +1,130 @@
+"""Everything an operator can ask of an engine, field by field, with the defaults and the words of `--help`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from stageline.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+EXECUTORS = ("multi_process", "in_process")
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    flags: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    group: str,
+    metavar: str = "",
+) -> Any:
+    """A config field that is also a flag.
+
+    Args:
+        flags: spellings other than `--field-name`, which every setting has.
+        group: heading under which `--help` lists it.
+    """
+    metadata = {"help": help, "flags": flags, "choices": choices, "group": group, "metavar": metavar}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What was asked for. `check()` refuses what cannot work on any machine; the rest is checked where it is known."""
+
+    model: str
+    tokenizer: str | None = setting(
+        None, "directory or tokenizer.json to take the tokenizer from (default: the model's own)", group="model"
+    )
+    chat_template: str | None = setting(
+        None, "file with a Jinja chat template (default: the model's own)", group="model", metavar="FILE"
+    )
+    dtype: str = setting(
+        "auto", "compute dtype; auto takes the checkpoint's (float16 becomes bfloat16 on a CPU)", choices=DTYPES,
+        group="model",
+    )
+    device: str = setting("auto", "where stages run; auto takes CUDA when there is one", choices=DEVICES, group="model")
+    max_model_len: int | None = setting(
+        None, "longest prompt plus output in tokens (default: the model's own limit)", group="model", metavar="TOKENS"
+    )
+    seed: int = setting(0, "seed for requests that bring none of their own", group="model")
+
+    pipeline_parallel_size: int = setting(
+        1, "number of stages the layers are cut into", flags=("-pp",), group="pipeline", metavar="STAGES"
+    )
+    pp_layer_partition: str | None = setting(
+        None, "layers per stage, such as 16,14 (default: even; the environment variable VLLM_PP_LAYER_PARTITION is "
+        "honoured, this flag wins)", group="pipeline", metavar="N,N,..."
+    )
+    distributed_executor_backend: str = setting(
+        "multi_process", "one process per stage, or all stages in this process", choices=EXECUTORS, group="pipeline"
+    )
+    max_microbatches_in_flight: int | None = setting(
+        None, "most microbatches in the pipeline at once, at least the number of stages (default: the number of stages)",
+        group="pipeline", metavar="M",
+    )
+    threads_per_stage: int = setting(
+        1, "intra-op threads of each stage's process on a CPU", group="pipeline", metavar="THREADS"
+    )
+    bind_cores: bool = setting(True, "bind each stage's process to its own CPU cores when there are enough", group="pipeline")
+    heartbeat_timeout_s: float = setting(
+        5.0, "a stage silent for this long is taken for lost", group="pipeline", metavar="SECONDS"
+    )
+    load_timeout_s: float = setting(
+        600.0, "a stage that makes no progress loading for this long is taken for lost", group="pipeline",
+        metavar="SECONDS",
+    )
+
+    block_size: int = setting(16, "tokens per KV cache block", group="memory", metavar="TOKENS")
+    kv_cache_memory: str = setting(
+        "0.3", "KV cache per stage: bytes (512MiB, 4GiB, 1000000000) or a fraction of the memory that is free after "
+        "loading (0.3; stages of one host share it); a list gives one value per stage", group="memory",
+        metavar="SIZE[,SIZE...]",
+    )
+    enable_prefix_caching: bool = setting(True, "reuse the KV cache of prompts that begin alike", group="memory")
+
+    max_num_seqs: int = setting(256, "most requests running at once", group="scheduling", metavar="REQUESTS")
+    max_num_batched_tokens: int = setting(
+        2048, "most tokens in one microbatch", group="scheduling", metavar="TOKENS"
+    )
+    long_prefill_token_threshold: int | None = setting(
+        None, "most tokens of one prompt in one microbatch (default: the scheduler decides)", group="scheduling",
+        metavar="TOKENS",
+    )
+
+    def check(self) -> EngineConfig:
+        """Return self, or raise ConfigError naming the first setting that cannot work."""
+        _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        _at_least("threads_per_stage", self.threads_per_stage, 1)
+        _at_least("block_size", self.block_size, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        for name in ("max_model_len", "long_prefill_token_threshold"):
+            if (value := getattr(self, name)) is not None:
+                _at_least(name, value, 1)
+        window = self.max_microbatches_in_flight
+        if window is not None and window < self.pipeline_parallel_size:
+            raise ConfigError(
+                f"--max-microbatches-in-flight is {window} for {self.pipeline_parallel_size} stages; fewer than one per "
+                f"stage leaves stages idle: give at least {self.pipeline_parallel_size}"
+            )
+        for name, choices in (("dtype", DTYPES), ("device", DEVICES), ("distributed_executor_backend", EXECUTORS)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{_flag(name)} is {getattr(self, name)!r}; choose from {', '.join(choices)}")
+        for name in ("heartbeat_timeout_s", "load_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}; it must be above 0 seconds")
+        return self
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _at_least(name: str, value: int, lowest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        raise ConfigError(f"{_flag(name)} is {value!r}; it must be an integer of at least {lowest}")

@@ -1,0 +1,71 @@
+"""Everything Stageline raises on purpose, as one tree: who has to act decides the branch.
+
+    StagelineError
+    ├── ConfigError        the operator's: flags, files, memory; raised before anything starts
+    │   └── CheckpointError    the model's files: missing, truncated, misshapen or unsupported
+    ├── RequestError       the client's: names the field (HTTP 4xx)
+    ├── CapacityError      nobody's: there is no room now, try again later (HTTP 429 / 503)
+    ├── WorkerLost         a stage died, froze or raised; names the stage, carries its traceback
+    ├── FrameError         a peer's message is not what was promised; it was refused unread
+    └── InternalError      ours: a bug of Stageline
+
+Every message gives the numbers and the way out.
+"""
+
+from __future__ import annotations
+
+
+class StagelineError(Exception):
+    """Base of every error that Stageline raises on purpose."""
+
+
+class ConfigError(StagelineError):
+    """The configuration cannot work; nothing was started."""
+
+
+class CheckpointError(ConfigError):
+    """A model's files cannot be used: missing, truncated, misshapen or of an unsupported kind."""
+
+
+class RequestError(StagelineError):
+    """A request cannot be served as asked.
+
+    Args:
+        message: what is wrong, with the numbers and the way out.
+        field: the request's field at fault, such as "temperature" or "prompt".
+    """
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class CapacityError(StagelineError):
+    """There is no room for the request now; the same request may succeed later."""
+
+
+class WorkerLost(StagelineError):
+    """A stage of the pipeline is gone.
+
+    Args:
+        stage_index: which stage.
+        reason: one line: how it was lost.
+        remote_traceback: the traceback in the worker, if it raised; empty when it was killed or froze.
+    """
+
+    def __init__(self, stage_index: int, reason: str, remote_traceback: str = "") -> None:
+        message = f"stage {stage_index} (s{stage_index}) was lost: {reason}"
+        if remote_traceback:
+            message += f"\n--- traceback of stage {stage_index} ---\n{remote_traceback.rstrip()}"
+        super().__init__(message)
+        self.stage_index = stage_index
+        self.reason = reason
+        self.remote_traceback = remote_traceback
+
+
+class FrameError(StagelineError):
+    """A received message is not what was promised; it was refused before memory was touched."""
+
+
+class InternalError(StagelineError):
+    """A bug of Stageline itself."""

@@ -1,0 +1,1 @@
+"""The small parts models are built of: linear, embedding, norm, rotary, activation, attention."""

@@ -1,0 +1,1 @@
+"""Moves bytes between processes: sockets and frames. Knows nothing of models or schedules."""

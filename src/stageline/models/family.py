@@ -1,0 +1,69 @@
+"""What a model family has to provide: an embedding, a block, a head. It never learns what a rank or a stage is.
+
+Constructors read their weights: `reader.read(name, shape)` gives the tensor in the compute dtype on the stage's device, or
+raises CheckpointError naming the tensor. So a stage that builds only its own layers reads only their bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from stageline.attention.backend import AttentionMetadata, LayerCache
+from stageline.checkpoint.model_spec import ModelSpec
+
+
+class WeightReader(Protocol):
+    """Reads one checkpoint's tensors for one stage (`stageline.weights.reader`)."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The whole tensor, in the compute dtype, on the device. Raises: CheckpointError."""
+        ...
+
+
+class Block(Protocol):
+    """One decoder layer."""
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        metadata: AttentionMetadata,
+        cache: LayerCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden_states, residual: [tokens, hidden]; the layer's input is their sum (residual None counts as zero).
+
+        Returns: (hidden_states, residual) whose sum is the layer's output, so that the next norm can fuse the addition.
+        """
+        ...
+
+
+class Family(Protocol):
+    """Builds the parts of one family's models."""
+
+    def embedding(self, spec: ModelSpec, reader: WeightReader) -> "Embedding": ...
+
+    def block(self, spec: ModelSpec, layer_index: int, reader: WeightReader) -> Block: ...
+
+    def head(self, spec: ModelSpec, reader: WeightReader) -> "Head": ...
+
+
+class Embedding(Protocol):
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids: [tokens] int64. Returns: [tokens, hidden]."""
+        ...
+
+
+class Head(Protocol):
+    """Final norm and LM head."""
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [rows, hidden], residual already added. Returns: float32 logits [rows, vocab]."""
+        ...

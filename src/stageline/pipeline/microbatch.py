@@ -1,0 +1,199 @@
+"""The Microbatch: the one noun of the spine.
+
+The scheduler emits it, the window holds it, the executor ships it to every stage, a stage runs it, the timeline draws
+it, and its result answers it. It is a frozen message and the wire format at once, made of integers only. Messages are
+deltas: a stage keeps each request's block table and is told only what changed, so stages must apply them in order.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import msgspec
+
+from stageline.errors import FrameError
+from stageline.sampling import SamplerSpec
+
+
+class AddedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request the stages hear of for the first time, or again after it was preempted.
+
+    Args:
+        request_number: the engine's number for it, never reused; a preempted request comes back under a new one.
+        num_prompt_tokens: where its generated tokens begin.
+        block_ids: its block table so far, in order.
+        sampler: how its tokens are chosen.
+        history: prompt and tokens generated so far, if `sampler.needs_history`; otherwise empty.
+    """
+
+    request_number: int
+    num_prompt_tokens: int
+    block_ids: list[int]
+    sampler: SamplerSpec
+    history: list[int]
+
+
+class ExtendedTable(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks appended to one request's block table before the microbatch runs."""
+
+    request_number: int
+    block_ids: list[int]
+
+
+class Microbatch(msgspec.Struct, frozen=True, array_like=True, tag="microbatch"):
+    """Some tokens of some requests that go through all stages together. One row per request, decodes first.
+
+    Order of effects at a stage: `removed`, `added`, `extended`, then the forward pass.
+
+    Args:
+        epoch: grows when the pipeline is rebuilt; stages drop microbatches of an older one.
+        number: counts up by one in an epoch; m17 in logs and traces.
+        removed: requests whose state the stages drop.
+        request_numbers: [rows]
+        num_computed_tokens: [rows] tokens of the request already in the KV cache (or on their way there).
+        num_scheduled_tokens: [rows] tokens this microbatch adds, at least 1.
+        token_ids: [sum(num_scheduled_tokens)] the rows' new tokens, row by row.
+        sampling_rows: rows whose last token's logits give a new token; ascending.
+    """
+
+    epoch: int
+    number: int
+    removed: list[int]
+    added: list[AddedRequest]
+    extended: list[ExtendedTable]
+    request_numbers: list[int]
+    num_computed_tokens: list[int]
+    num_scheduled_tokens: list[int]
+    token_ids: list[int]
+    sampling_rows: list[int]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.request_numbers)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_decode_rows(self) -> int:
+        """Leading rows with a single new token."""
+        for row, num_tokens in enumerate(self.num_scheduled_tokens):
+            if num_tokens != 1:
+                return row
+        return self.num_rows
+
+    @property
+    def row_ends(self) -> list[int]:
+        """[rows] index one past each row's last token in `token_ids`."""
+        return list(accumulate(self.num_scheduled_tokens))
+
+    def __str__(self) -> str:
+        return f"m{self.number}"
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the chosen token first, then the likeliest ones in falling order.
+
+    Args:
+        rank: the chosen token's place among all tokens, 1 for the likeliest.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of consecutive prompt tokens; `first_position` is the index in the prompt of the first."""
+
+    request_number: int
+    first_position: int
+    positions: list[TokenLogprobs]
+
+
+class MicrobatchResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
+    """What the last stage answers to a microbatch, also when nothing was sampled (it frees a place in the window).
+
+    Args:
+        token_ids: one per sampling row, in their order.
+        logprobs: one per sampling row if any row of the microbatch asked for them, else empty.
+    """
+
+    epoch: int
+    number: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    prompt_logprobs: list[PromptLogprobs]
+
+
+class MicrobatchLimits(msgspec.Struct, frozen=True):
+    """What a stage has room for. A microbatch outside of it is refused before memory is touched."""
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+
+def check_microbatch(microbatch: Microbatch, limits: MicrobatchLimits) -> None:
+    """Check everything about a received microbatch that does not need the stage's own state.
+
+    Raises: FrameError with the number that is out of bounds.
+    """
+    rows = microbatch.num_rows
+    if microbatch.epoch < 0 or microbatch.number < 0:
+        raise FrameError(f"microbatch epoch {microbatch.epoch}, number {microbatch.number}: both must be at least 0")
+    if len(microbatch.num_computed_tokens) != rows or len(microbatch.num_scheduled_tokens) != rows:
+        raise FrameError(f"{microbatch}: columns of different lengths for {rows} rows")
+    if rows > limits.max_num_seqs or len(microbatch.added) > limits.max_num_seqs:
+        raise FrameError(f"{microbatch}: {rows} rows, more than max_num_seqs {limits.max_num_seqs}")
+    if len(set(microbatch.request_numbers)) != rows:
+        raise FrameError(f"{microbatch}: a request has two rows")
+    if rows and min(microbatch.num_scheduled_tokens) < 1:
+        raise FrameError(f"{microbatch}: a row without tokens")
+    if sum(microbatch.num_scheduled_tokens) != microbatch.num_tokens:
+        raise FrameError(
+            f"{microbatch}: {microbatch.num_tokens} token ids for {sum(microbatch.num_scheduled_tokens)} scheduled"
+        )
+    if microbatch.num_tokens > limits.max_num_batched_tokens:
+        raise FrameError(f"{microbatch}: {microbatch.num_tokens} tokens, limit {limits.max_num_batched_tokens}")
+    for computed, scheduled in zip(microbatch.num_computed_tokens, microbatch.num_scheduled_tokens, strict=True):
+        if computed < 0 or computed + scheduled > limits.max_model_len:
+            raise FrameError(f"{microbatch}: {computed} + {scheduled} tokens, max_model_len {limits.max_model_len}")
+    _check_ids(microbatch, "token id", microbatch.token_ids, limits.vocab_size)
+    _check_ids(microbatch, "sampling row", microbatch.sampling_rows, rows)
+    if any(a >= b for a, b in zip(microbatch.sampling_rows, microbatch.sampling_rows[1:], strict=False)):
+        raise FrameError(f"{microbatch}: sampling rows are not ascending")
+    for table in [*microbatch.added, *microbatch.extended]:
+        _check_ids(microbatch, "block id", table.block_ids, limits.num_blocks)
+        if len(table.block_ids) > limits.max_blocks_per_request:
+            raise FrameError(
+                f"{microbatch}: {len(table.block_ids)} blocks for one request, limit {limits.max_blocks_per_request}"
+            )
+    for added in microbatch.added:
+        _check_ids(microbatch, "token id in a history", added.history, limits.vocab_size)
+        _check_sampler(microbatch, added.sampler, limits.vocab_size)
+        if len(added.history) > limits.max_model_len or not 1 <= added.num_prompt_tokens <= limits.max_model_len:
+            raise FrameError(f"{microbatch}: history or prompt longer than max_model_len {limits.max_model_len}")
+
+
+def _check_sampler(microbatch: Microbatch, sampler: SamplerSpec, vocab_size: int) -> None:
+    _check_ids(microbatch, "biased token id", [token_id for token_id, _ in sampler.logit_bias], vocab_size)
+    _check_ids(microbatch, "stop token id", sampler.forbidden_before_min_tokens, vocab_size)
+    _check_ids(microbatch, "allowed token id", sampler.allowed_token_ids, vocab_size)
+    for word in sampler.bad_words:
+        _check_ids(microbatch, "bad word's token id", word, vocab_size)
+        if not word:
+            raise FrameError(f"{microbatch}: an empty bad word")
+
+
+def _check_ids(microbatch: Microbatch, what: str, ids: list[int] | tuple[int, ...], limit: int) -> None:
+    if ids and not (0 <= min(ids) and max(ids) < limit):
+        raise FrameError(f"{microbatch}: {what} outside [0, {limit})")

@@ -1,0 +1,1 @@
+"""Which tokens go next: the only room that decides it."""
