@@ -1,0 +1,103 @@
+"""Command-line flags, derived from the fields of `EngineConfig`: name, type, default and help are written once, there."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from stageline.config.engine_config import EngineConfig
+
+
+@dataclass(frozen=True)
+class FlagField:
+    """What a flag needs to know of the setting behind it.
+
+    Args:
+        kind: bool, int, float or str.
+        help: without the default, unless the text has it already.
+    """
+
+    name: str
+    kind: type
+    default: Any
+    help: str
+    flags: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+    metavar: str = ""
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL and one flag per setting of `EngineConfig`, under the headings of their groups."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="a Hugging Face directory, a GGUF file, or a name on the Hugging Face hub"
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for heading, field in _engine_fields():
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        add_flag(groups[heading], field)
+
+
+def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
+    """The configuration that the flags of `add_engine_flags` ask for. Raises: ConfigError."""
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
+    return EngineConfig(**values).check()
+
+
+def add_flag(group: argparse._ArgumentGroup, field: FlagField) -> None:
+    """Add `--field-name`; a bool also gets `--no-field-name`."""
+    spellings = (*field.flags, "--" + field.name.replace("_", "-"))
+    if field.kind is bool:
+        action: argparse.Action = group.add_argument(
+            *spellings, dest=field.name, action=argparse.BooleanOptionalAction, default=field.default
+        )
+    else:
+        metavar = None if field.choices else field.metavar or _METAVARS[field.kind]
+        choices = field.choices or None
+        action = group.add_argument(
+            *spellings, dest=field.name, type=field.kind, default=field.default, choices=choices, metavar=metavar
+        )
+    action.help = help_text(field)
+
+
+def help_text(field: FlagField) -> str:
+    """The field's help with its default, escaped for argparse."""
+    text = field.help
+    if field.default is not argparse.SUPPRESS and field.default is not None and "(default" not in text:
+        shown = ("on" if field.default else "off") if field.kind is bool else field.default
+        text += f" (default: {shown})"
+    return text.replace("%", "%%")
+
+
+def scalar_kind(annotation: Any) -> type | None:
+    """bool, int, float or str behind an annotation such as `int | None`; None if it is anything else."""
+    if isinstance(annotation, types.UnionType):
+        kinds = [kind for kind in typing.get_args(annotation) if kind is not types.NoneType]
+        annotation = kinds[0] if len(kinds) == 1 else None
+    return annotation if annotation in _METAVARS or annotation is bool else None
+
+
+_METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
+
+
+def _engine_fields() -> Iterator[tuple[str, FlagField]]:
+    annotations = typing.get_type_hints(EngineConfig)
+    for field in dataclasses.fields(EngineConfig):
+        if not field.metadata:
+            continue
+        kind = scalar_kind(annotations[field.name])
+        assert kind is not None, f"EngineConfig.{field.name}: no flag can be made from {annotations[field.name]}"
+        yield field.metadata["group"], FlagField(
+            name=field.name,
+            kind=kind,
+            default=field.default,
+            help=field.metadata["help"],
+            flags=field.metadata["flags"],
+            choices=field.metadata["choices"],
+            metavar=field.metadata["metavar"],
+        )

@@ -1,0 +1,32 @@
+"""A pipeline report as a small table for a terminal."""
+
+from __future__ import annotations
+
+from stageline.timeline.analysis import PipelineReport, StageReport
+
+_HEADINGS = ("stage", "microbatches", "tokens", "busy", "waiting for input", "blocked on output", "idle", "bubble")
+
+
+def format_report(report: PipelineReport) -> str:
+    """One row per stage, times as shares of the window, and a closing line; no newline at the end."""
+    rows = [_HEADINGS, *(_row(stage) for stage in report.stages)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.append(
+        f"window {report.window_s:.2f} s, bubble {report.bubble_fraction:.1%} of all stage time, "
+        f"slowest stage s{report.slowest_stage}"
+    )
+    return "\n".join(lines)
+
+
+def _row(stage: StageReport) -> tuple[str, ...]:
+    return (
+        f"s{stage.stage_index}",
+        f"{stage.num_microbatches}",
+        f"{stage.num_tokens}",
+        f"{stage.busy_fraction:.1%}",
+        f"{stage.waiting_for_input_fraction:.1%}",
+        f"{stage.blocked_on_output_fraction:.1%}",
+        f"{stage.idle_fraction:.1%}",
+        f"{stage.bubble_fraction:.1%}",
+    )
