@@ -124,7 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             for token_id in getattr(self, field) or ():
                 _check_token_id(field, token_id, vocab_size)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids is empty: no token could be chosen; leave it out", "allowed_token_ids")
+            raise RequestError("allowed_token_ids is empty, so nothing could be chosen; leave it out", "allowed_token_ids")
 
     def _validate_strings(self) -> None:
         for field, strings in (("stop", self.stop_strings), ("bad_words", self.bad_words or [])):
@@ -203,3 +203,15 @@ class SamplerSpec(msgspec.Struct, frozen=True, array_like=True):
     def needs_history(self) -> bool:
         """The sampler must know the tokens so far, not only the logits of the last one."""
         return self.has_penalties or bool(self.bad_words) or self.num_prompt_logprobs >= 0
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the chosen token first, then the likeliest ones in falling order.
+
+    Args:
+        rank: the chosen token's place among all tokens, 1 for the likeliest.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int

@@ -12,7 +12,7 @@ from itertools import accumulate
 import msgspec
 
 from stageline.errors import FrameError
-from stageline.sampling import SamplerSpec
+from stageline.sampling import SamplerSpec, TokenLogprobs
 
 
 class AddedRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -90,18 +90,6 @@ class Microbatch(msgspec.Struct, frozen=True, array_like=True, tag="microbatch")
 
     def __str__(self) -> str:
         return f"m{self.number}"
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: the chosen token first, then the likeliest ones in falling order.
-
-    Args:
-        rank: the chosen token's place among all tokens, 1 for the likeliest.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int
 
 
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -195,5 +183,5 @@ def _check_sampler(microbatch: Microbatch, sampler: SamplerSpec, vocab_size: int
 
 
 def _check_ids(microbatch: Microbatch, what: str, ids: list[int] | tuple[int, ...], limit: int) -> None:
-    if ids and not (0 <= min(ids) and max(ids) < limit):
+    if ids and not (min(ids) >= 0 and max(ids) < limit):
         raise FrameError(f"{microbatch}: {what} outside [0, {limit})")

@@ -1,0 +1,51 @@
+"""A request as tokens: what clients (text) hand to the engine, and the news that come back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stageline.outputs import FinishReason
+from stageline.sampling import SamplerSpec, TokenLogprobs
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One completion to be generated. A user's request with n > 1 becomes n of these.
+
+    Args:
+        request_id: unique among live requests.
+        max_tokens: most tokens to generate, already bounded by the model's length.
+        eos_token_ids: end the completion with no stop reason; empty if end-of-sequence is ignored.
+        stop_token_ids: end the completion, the id being the stop reason.
+        arrival_s: on the engine's clock.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampler: SamplerSpec
+    max_tokens: int
+    eos_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    arrival_s: float
+
+
+class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one completion; `token_ids` are the new ones only. The last update has a finish reason.
+
+    Args:
+        logprobs: one per new token if the request asked for them, else empty.
+        prompt_logprobs: of the prompt's tokens after the first, the next run of them as they become known.
+        stop_reason: the stop token's id, if one ended it. The stop token is the last of `token_ids`.
+        first_scheduled_s, first_token_s, finished_s: on the engine's clock, None while they have not happened.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason | None
+    stop_reason: int | None
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    finished_s: float | None
+    num_cached_tokens: int
+    num_preemptions: int

@@ -1,0 +1,59 @@
+"""A request as the scheduler keeps it: no phases, only computed tokens chasing known tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from stageline.kv.kv_cache_manager import BlockTable
+from stageline.outputs import FinishReason
+from stageline.request import EngineRequest
+
+
+@dataclass(eq=False)
+class ScheduledRequest:
+    """One request on its way through the scheduler.
+
+    Args:
+        asked: what the client sent.
+        arrival_index: order of arrival; smaller is older.
+        token_ids: prompt and generated tokens.
+        request_number: what the stages call it; a new one after each preemption, so that answers to work done before
+            the preemption can be told apart. 0 while the stages do not know it.
+        num_computed_tokens: tokens covered by launched microbatches or by the prefix cache.
+        num_in_flight: microbatches in flight that hold a row of it.
+    """
+
+    asked: EngineRequest
+    arrival_index: int
+    token_ids: list[int]
+    table: BlockTable = field(default_factory=BlockTable)
+    request_number: int = 0
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.asked.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def gap(self) -> int:
+        """Known tokens that no microbatch covers yet: 0 waits for its token, 1 is a decode, more is a prefill."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def stop_cause(self, token_id: int) -> tuple[FinishReason, int | None] | None:
+        """(finish reason, stop reason) if the request ends with this token as its latest, else None."""
+        if token_id in self.asked.eos_token_ids:
+            return "stop", None
+        if token_id in self.asked.stop_token_ids:
+            return "stop", token_id
+        if self.num_output_tokens >= self.asked.max_tokens:
+            return "length", None
+        return None

@@ -1,0 +1,363 @@
+"""The scheduler: emits microbatches, takes their results, decides everything about order, memory and preemption.
+
+No phases: a request has computed tokens chasing known ones. A gap of 0 waits for its token, 1 is a decode, more is a
+prefill or a recomputation. A decode is never in flight twice, because its next token is not known; chunks of one prompt
+follow each other into the pipeline without waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from stageline.errors import InternalError, RequestError
+from stageline.kv.kv_cache_manager import KVCacheManager
+from stageline.outputs import FinishReason
+from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
+from stageline.request import EngineRequest, RequestUpdate
+from stageline.sampling import TokenLogprobs
+from stageline.scheduler.budget import chunk_length, decodes_per_microbatch, prefill_tokens_per_microbatch
+from stageline.scheduler.microbatch_builder import MicrobatchBuilder
+from stageline.scheduler.scheduled_request import ScheduledRequest
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Upper bounds the scheduler keeps.
+
+    Args:
+        num_stages: stages of the pipeline.
+        window: microbatches that may be in flight.
+        max_num_seqs: requests running at once.
+        max_num_batched_tokens: tokens in one microbatch.
+        max_model_len: tokens of one request.
+        max_chunk_tokens: tokens of one prompt in one microbatch, or None for no bound of its own.
+    """
+
+    num_stages: int
+    window: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_chunk_tokens: int | None = None
+
+
+@dataclass
+class _News:
+    """What a result says about one request, until it becomes an update."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+
+
+class Scheduler:
+    """One per pipeline. Not thread-safe: the engine's loop is its only caller."""
+
+    def __init__(self, kv: KVCacheManager, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self._kv = kv
+        self._epoch = 0
+        self._next_microbatch = 0
+        self._next_request_number = 1
+        self._next_arrival = 0
+        self._by_id: dict[str, ScheduledRequest] = {}
+        self._by_number: dict[int, ScheduledRequest] = {}
+        self._waiting: deque[ScheduledRequest] = deque()
+        self._num_waiting_tokens = 0
+        self._running: dict[ScheduledRequest, None] = {}
+        self._ready: dict[ScheduledRequest, None] = {}
+        self._prefilling: dict[ScheduledRequest, None] = {}
+        self._removed: list[int] = []
+
+    # ---- requests come and go ----
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._by_id)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, asked: EngineRequest) -> None:
+        """Queue a request. Raises: RequestError if it can never fit, with the numbers."""
+        num_tokens = len(asked.prompt_token_ids) + asked.max_tokens
+        if not asked.prompt_token_ids or num_tokens > self.limits.max_model_len:
+            raise RequestError(
+                f"{len(asked.prompt_token_ids)} prompt tokens and max_tokens {asked.max_tokens} for a model length of "
+                f"{self.limits.max_model_len}; shorten the prompt or lower max_tokens",
+                "prompt",
+            )
+        # The last token is never fed back, so its key and value need no place.
+        num_blocks = self._kv.blocks_for(num_tokens - 1)
+        if num_blocks > self._kv.num_blocks:
+            raise RequestError(
+                f"{len(asked.prompt_token_ids)} prompt tokens and max_tokens {asked.max_tokens} need {num_blocks} "
+                f"KV cache blocks of {self._kv.block_size} tokens, but the pipeline has {self._kv.num_blocks}; lower "
+                f"max_tokens, shorten the prompt, or give the engine more --kv-cache-memory",
+                "max_tokens",
+            )
+        if asked.request_id in self._by_id:
+            raise RequestError(f"request id {asked.request_id!r} is in use; choose another", "request_id")
+        request = ScheduledRequest(asked, self._next_arrival, list(asked.prompt_token_ids))
+        self._next_arrival += 1
+        self._by_id[asked.request_id] = request
+        self._waiting.append(request)
+        self._num_waiting_tokens += request.gap
+
+    def abort(self, request_id: str, now_s: float) -> RequestUpdate | None:
+        """End a request wherever it is. Its blocks are free once no microbatch in flight refers to it.
+
+        Returns: its last update, or None if it is not there any more.
+        """
+        request = self._by_id.get(request_id)
+        if request is None:
+            return None
+        if request not in self._running:
+            self._waiting.remove(request)
+            self._num_waiting_tokens -= request.gap
+        self._retire(request)
+        return _update(request, _News(finish_reason="abort"), now_s)
+
+    # ---- microbatches go out ----
+
+    def schedule(self, now_s: float) -> Microbatch | None:
+        """The next microbatch, or None if nothing can be scheduled now. The caller launches it at once."""
+        builder = MicrobatchBuilder()
+        self._schedule_decodes(builder)
+        room = self._prefill_room(builder)
+        room = self._schedule_prefills(builder, room)
+        self._admit(builder, room, now_s)
+        if not builder.requests:
+            return None
+        microbatch = builder.build(self._epoch, self._next_microbatch, self._removed)
+        self._next_microbatch += 1
+        self._removed = []
+        return microbatch
+
+    def _schedule_decodes(self, builder: MicrobatchBuilder) -> None:
+        num_decoding = len(self._running) - len(self._prefilling)
+        most = min(decodes_per_microbatch(num_decoding, self.limits.window), self.limits.max_num_batched_tokens)
+        while self._ready and len(builder.requests) < most:
+            request = next(iter(self._ready))
+            if self._place(builder, request, 1):
+                continue
+            if len(self._running) == 1:
+                break
+            self._preempt(request)
+
+    def _prefill_room(self, builder: MicrobatchBuilder) -> int:
+        num_waiting_tokens = self._num_waiting_tokens + sum(request.gap for request in self._prefilling)
+        share = prefill_tokens_per_microbatch(num_waiting_tokens, self.limits.num_stages)
+        return min(share, self.limits.max_num_batched_tokens - builder.num_tokens)
+
+    def _schedule_prefills(self, builder: MicrobatchBuilder, room: int) -> int:
+        """Continue prompts that are partly computed, oldest first. Returns: the room that is left."""
+        for request in list(self._prefilling):
+            if room < 1:
+                break
+            if request not in self._prefilling:
+                continue
+            num_tokens = self._chunk(request, room)
+            if not self._place(builder, request, num_tokens):
+                return 0
+            room -= num_tokens
+        return room
+
+    def _admit(self, builder: MicrobatchBuilder, room: int, now_s: float) -> None:
+        """Start waiting requests, oldest first, while there is room in the microbatch and in the KV cache."""
+        while self._waiting and room > 0 and len(self._running) < self.limits.max_num_seqs:
+            request = self._waiting[0]
+            num_waiting_tokens = request.gap
+            if request.asked.sampler.num_prompt_logprobs < 0:
+                request.num_computed_tokens = self._kv.reuse_prefix(request.table, request.token_ids)
+            num_tokens = self._chunk(request, room)
+            if not self._has_blocks_for(request) or (
+                self._kv.extend(request.table, request.num_computed_tokens + num_tokens) is None
+            ):
+                self._kv.close(request.table)
+                request.num_computed_tokens = 0
+                return
+            self._waiting.popleft()
+            self._num_waiting_tokens -= num_waiting_tokens
+            self._start(request, now_s)
+            builder.introduce(request)
+            self._add_row(builder, request, num_tokens)
+            room -= num_tokens
+
+    def _start(self, request: ScheduledRequest, now_s: float) -> None:
+        request.request_number = self._next_request_number
+        self._next_request_number += 1
+        self._by_number[request.request_number] = request
+        self._running[request] = None
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = now_s
+            request.num_cached_tokens = request.num_computed_tokens
+
+    def _has_blocks_for(self, request: ScheduledRequest) -> bool:
+        """All its known tokens fit beside what running prompts still need and one block of growth for each request.
+
+        Admitting less carefully would only preempt it again. A request that would run alone is always let in.
+        """
+        if not self._running:
+            return True
+        reserved = len(self._running) + sum(self._num_missing_blocks(other) for other in self._prefilling)
+        return self._num_missing_blocks(request) + reserved <= self._kv.num_free_blocks
+
+    def _num_missing_blocks(self, request: ScheduledRequest) -> int:
+        return self._kv.blocks_for(len(request.token_ids)) - len(request.table.block_ids)
+
+    def _chunk(self, request: ScheduledRequest, room: int) -> int:
+        if self.limits.max_chunk_tokens is not None:
+            room = min(room, self.limits.max_chunk_tokens)
+        return chunk_length(request.gap, request.num_computed_tokens, room, self._kv.block_size)
+
+    def _place(self, builder: MicrobatchBuilder, request: ScheduledRequest, num_tokens: int) -> bool:
+        """Add a row of a running request, preempting newer requests for its blocks. False if that did not help."""
+        while True:
+            block_ids = self._kv.extend(request.table, request.num_computed_tokens + num_tokens)
+            if block_ids is not None:
+                break
+            victim = self._newest_running(builder, but=request)
+            if victim is None or victim.arrival_index < request.arrival_index:
+                return False
+            self._preempt(victim)
+        builder.extend_table(request, block_ids)
+        self._add_row(builder, request, num_tokens)
+        return True
+
+    def _add_row(self, builder: MicrobatchBuilder, request: ScheduledRequest, num_tokens: int) -> None:
+        builder.add_row(request, num_tokens)
+        request.num_computed_tokens += num_tokens
+        request.num_in_flight += 1
+        self._kv.launched(request.table, request.token_ids, request.num_computed_tokens)
+        self._sort_in(request)
+
+    def _sort_in(self, request: ScheduledRequest) -> None:
+        """Keep the two queues of running requests true to the request's gap."""
+        for queue, belongs in ((self._ready, request.gap == 1), (self._prefilling, request.gap > 1)):
+            if belongs:
+                queue[request] = None
+            else:
+                queue.pop(request, None)
+
+    # ---- memory runs out ----
+
+    def _newest_running(self, builder: MicrobatchBuilder, but: ScheduledRequest) -> ScheduledRequest | None:
+        placed = set(builder.requests)
+        return max(
+            (request for request in self._running if request is not but and request not in placed),
+            key=lambda request: request.arrival_index,
+            default=None,
+        )
+
+    def _preempt(self, request: ScheduledRequest) -> None:
+        """Free a request's blocks and queue it again, to be recomputed from all its known tokens.
+
+        Its blocks may be handed out at once, even if a microbatch in flight still uses them: every stage runs that one
+        before any later microbatch that writes them. What it answers is dropped, for its number is forgotten.
+        """
+        self._forget(request)
+        self._kv.close(request.table)
+        request.num_computed_tokens = 0
+        request.num_in_flight = 0
+        request.num_preemptions += 1
+        del self._by_number[request.request_number]
+        request.request_number = 0
+        self._waiting.appendleft(request)
+        self._num_waiting_tokens += request.gap
+
+    def _forget(self, request: ScheduledRequest) -> None:
+        """Take a running request out of the queues and let the stages drop it with the next microbatch."""
+        del self._running[request]
+        self._ready.pop(request, None)
+        self._prefilling.pop(request, None)
+        self._removed.append(request.request_number)
+
+    def _retire(self, request: ScheduledRequest) -> None:
+        """The request is over: nothing more is scheduled; its blocks are freed once nothing in flight uses them."""
+        del self._by_id[request.asked.request_id]
+        if request in self._running:
+            self._forget(request)
+            if request.num_in_flight == 0:
+                self._release(request)
+
+    def _release(self, request: ScheduledRequest) -> None:
+        self._kv.close(request.table)
+        del self._by_number[request.request_number]
+
+    # ---- results come back ----
+
+    def completed(self, microbatch: Microbatch, result: MicrobatchResult, now_s: float) -> list[RequestUpdate]:
+        """Apply a result. Returns: one update for each request it has news of, in row order."""
+        if len(result.token_ids) != len(microbatch.sampling_rows):
+            raise InternalError(
+                f"{microbatch}: {len(result.token_ids)} tokens for {len(microbatch.sampling_rows)} sampling rows"
+            )
+        news: dict[ScheduledRequest, _News] = {}
+        for prompt_logprobs in result.prompt_logprobs:
+            request = self._live(prompt_logprobs.request_number)
+            if request is not None:
+                news.setdefault(request, _News()).prompt_logprobs.extend(prompt_logprobs.positions)
+        for index, row in enumerate(microbatch.sampling_rows):
+            request = self._live(microbatch.request_numbers[row])
+            if request is not None:
+                logprobs = result.logprobs[index] if result.logprobs else None
+                self._take_token(request, result.token_ids[index], logprobs, news.setdefault(request, _News()), now_s)
+        self._land(microbatch)
+        for request, its_news in news.items():
+            if its_news.finish_reason is not None:
+                self._retire(request)
+        return [_update(request, its_news, now_s) for request, its_news in news.items()]
+
+    def _live(self, request_number: int) -> ScheduledRequest | None:
+        """The request of that number, if it was neither preempted nor ended since."""
+        request = self._by_number.get(request_number)
+        return request if request is not None and request in self._running else None
+
+    def _take_token(
+        self, request: ScheduledRequest, token_id: int, logprobs: TokenLogprobs | None, news: _News, now_s: float
+    ) -> None:
+        request.token_ids.append(token_id)
+        if request.first_token_s is None:
+            request.first_token_s = now_s
+        news.token_ids.append(token_id)
+        if logprobs is not None:
+            news.logprobs.append(logprobs)
+        cause = request.stop_cause(token_id)
+        if cause is not None:
+            news.finish_reason, news.stop_reason = cause
+        else:
+            self._sort_in(request)
+
+    def _land(self, microbatch: Microbatch) -> None:
+        for request_number in microbatch.request_numbers:
+            request = self._by_number.get(request_number)
+            if request is None:
+                continue
+            request.num_in_flight -= 1
+            if request.num_in_flight == 0 and request not in self._running:
+                self._release(request)
+
+
+def _update(request: ScheduledRequest, news: _News, now_s: float) -> RequestUpdate:
+    return RequestUpdate(
+        request_id=request.asked.request_id,
+        token_ids=news.token_ids,
+        logprobs=news.logprobs,
+        prompt_logprobs=news.prompt_logprobs,
+        finish_reason=news.finish_reason,
+        stop_reason=news.stop_reason,
+        first_scheduled_s=request.first_scheduled_s,
+        first_token_s=request.first_token_s,
+        finished_s=now_s if news.finish_reason is not None else None,
+        num_cached_tokens=request.num_cached_tokens,
+        num_preemptions=request.num_preemptions,
+    )
