@@ -1,4 +1,4 @@
-"""Command-line flags, derived from the fields of `EngineConfig`: name, type, default and help are written once, there."""
+"""Command-line flags, derived from `EngineConfig`: name, type, default and help are written once, in its fields."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class FlagField:
     Args:
         kind: bool, int, float or str.
         help: without the default, unless the text has it already.
+        group: the heading in `--help`.
     """
 
     name: str
@@ -29,6 +30,7 @@ class FlagField:
     flags: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     metavar: str = ""
+    group: str = ""
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -37,10 +39,10 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", help="a Hugging Face directory, a GGUF file, or a name on the Hugging Face hub"
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
-    for heading, field in _engine_fields():
-        if heading not in groups:
-            groups[heading] = parser.add_argument_group(heading)
-        add_flag(groups[heading], field)
+    for field in _engine_fields():
+        if field.group not in groups:
+            groups[field.group] = parser.add_argument_group(field.group)
+        add_flag(groups[field.group], field)
 
 
 def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
@@ -49,26 +51,29 @@ def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**values).check()
 
 
-def add_flag(group: argparse._ArgumentGroup, field: FlagField) -> None:
-    """Add `--field-name`; a bool also gets `--no-field-name`."""
+def add_flag(group: argparse._ArgumentGroup, field: FlagField, default: Any = ...) -> None:
+    """Add `--field-name`; a bool also gets `--no-field-name`.
+
+    Args:
+        default: the parsed value of a flag that is not given, if it is not the default that the help shows.
+    """
     spellings = (*field.flags, "--" + field.name.replace("_", "-"))
+    options: dict[str, Any] = {"dest": field.name, "default": field.default if default is ... else default}
     if field.kind is bool:
-        action: argparse.Action = group.add_argument(
-            *spellings, dest=field.name, action=argparse.BooleanOptionalAction, default=field.default
-        )
+        options["action"] = argparse.BooleanOptionalAction
+    elif field.choices:
+        options |= {"type": field.kind, "choices": field.choices}
     else:
-        metavar = None if field.choices else field.metavar or _METAVARS[field.kind]
-        choices = field.choices or None
-        action = group.add_argument(
-            *spellings, dest=field.name, type=field.kind, default=field.default, choices=choices, metavar=metavar
-        )
+        options |= {"type": field.kind, "metavar": field.metavar or _METAVARS[field.kind]}
+    action = group.add_argument(*spellings, **options)
+    # Set afterwards: BooleanOptionalAction would add its own words about the default.
     action.help = help_text(field)
 
 
 def help_text(field: FlagField) -> str:
     """The field's help with its default, escaped for argparse."""
     text = field.help
-    if field.default is not argparse.SUPPRESS and field.default is not None and "(default" not in text:
+    if field.default is not None and "(default" not in text:
         shown = ("on" if field.default else "off") if field.kind is bool else field.default
         text += f" (default: {shown})"
     return text.replace("%", "%%")
@@ -85,19 +90,11 @@ def scalar_kind(annotation: Any) -> type | None:
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 
-def _engine_fields() -> Iterator[tuple[str, FlagField]]:
+def _engine_fields() -> Iterator[FlagField]:
     annotations = typing.get_type_hints(EngineConfig)
     for field in dataclasses.fields(EngineConfig):
         if not field.metadata:
             continue
         kind = scalar_kind(annotations[field.name])
         assert kind is not None, f"EngineConfig.{field.name}: no flag can be made from {annotations[field.name]}"
-        yield field.metadata["group"], FlagField(
-            name=field.name,
-            kind=kind,
-            default=field.default,
-            help=field.metadata["help"],
-            flags=field.metadata["flags"],
-            choices=field.metadata["choices"],
-            metavar=field.metadata["metavar"],
-        )
+        yield FlagField(name=field.name, kind=kind, default=field.default, **field.metadata)

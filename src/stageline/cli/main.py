@@ -1,0 +1,68 @@
+"""The `stageline` command: picks the subcommand and turns what went wrong into one line and an exit status.
+
+Exit status: 0 done; 1 the run failed; 2 the command line, the configuration or a prompt is at fault; 130 interrupted;
+141 nobody reads the output any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from typing import NoReturn
+
+from stageline.cli import bench, chat, generate
+from stageline.errors import ConfigError, RequestError, StagelineError
+from stageline.log import set_up_logging
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are ConfigErrors, so that every error of the command looks alike."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="stageline",
+        description="Run large language models through a pipeline of stages.",
+        epilog="stageline COMMAND --help tells what each command can do.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"stageline {metadata.version('stageline')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (generate, chat, bench):
+        command.add_parser(commands)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line `argv`, by default the process's own. Returns: the exit status; `--help` exits by itself."""
+    try:
+        args = build_parser().parse_args(argv)
+        set_up_logging()
+        run: Callable[[argparse.Namespace], int] = args.run
+        status = run(args)
+        sys.stdout.flush()
+        return status
+    except StagelineError as error:
+        print(f"stageline: error: {error}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(error, ConfigError | RequestError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more when it exits and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+
+
+if __name__ == "__main__":
+    sys.exit(main())
