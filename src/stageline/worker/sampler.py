@@ -1,0 +1,144 @@
+"""The last stage's choice of tokens: keeps what it must know of each request and turns logits into token ids.
+
+One idea: a token is a function of its request alone (logits, parameters, history, seed and index in the output), never
+of the batch; rows are put together only to share passes over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stageline.errors import FrameError
+from stageline.pipeline.microbatch import Microbatch, PromptLogprobs
+from stageline.sampling import SamplerSpec, TokenLogprobs
+from stageline.worker.choice import choose
+from stageline.worker.leading_tokens import largest, select_rows
+from stageline.worker.logprobs import token_logprobs
+from stageline.worker.sampler_rules import SampledRow, change_logits
+from stageline.worker.token_history import TokenHistory
+
+
+@dataclass(frozen=True)
+class _SampledRequest:
+    spec: SamplerSpec
+    num_prompt_tokens: int
+    history: TokenHistory | None
+
+
+class Sampler:
+    """Chooses tokens for the requests it was told of by `apply`.
+
+    Args:
+        vocab_size: columns of the logits.
+        device: where the logits are.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._requests: dict[int, _SampledRequest] = {}
+
+    def apply(self, microbatch: Microbatch) -> None:
+        """Forget removed requests and remember added ones; to be called for every microbatch, in order."""
+        for request_number in microbatch.removed:
+            self._requests.pop(request_number, None)
+        for added in microbatch.added:
+            needs_history = added.sampler.needs_history
+            history = TokenHistory(added.history, added.num_prompt_tokens) if needs_history else None
+            self._requests[added.request_number] = _SampledRequest(added.sampler, added.num_prompt_tokens, history)
+
+    @torch.inference_mode()
+    def sample(
+        self, microbatch: Microbatch, logits: torch.Tensor
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Choose one token per sampling row and add it to its request's history.
+
+        Args:
+            logits: float32 [sampling rows, vocab]; overwritten.
+        Returns: token ids [sampling rows], and log-probabilities [sampling rows] or none if no row asked for them.
+        Raises: FrameError if a sampling row's request is not known.
+        """
+        rows = [self._sampled_row(microbatch, row) for row in microbatch.sampling_rows]
+        self._check_shape(microbatch, logits, len(rows))
+        if all(row.spec.is_plain_greedy for row in rows):
+            token_ids: list[int] = largest(logits).tolist() if rows else []
+            return token_ids, []
+        told = [index for index, row in enumerate(rows) if row.spec.num_logprobs >= 0]
+        unchanged = select_rows(logits, told)
+        if told and any(row.spec.changes_logits for row in rows):
+            unchanged = unchanged.clone()
+        change_logits(logits, rows)
+        token_ids = choose(logits, [row.spec for row in rows], [row.output_index for row in rows])
+        for row, token_id in zip(rows, token_ids, strict=True):
+            if row.history is not None:
+                row.history.append(token_id)
+        return token_ids, _logprobs_of(rows, token_ids, told, unchanged)
+
+    def prompt_logprob_positions(self, microbatch: Microbatch) -> list[int]:
+        """Indices into the microbatch's token_ids whose logits describe the prompt token after them, ascending."""
+        return [index for _, indices, _ in self._prompt_runs(microbatch) for index in indices]
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, microbatch: Microbatch, logits: torch.Tensor) -> list[PromptLogprobs]:
+        """Describe the prompt tokens that this microbatch's logits predict.
+
+        Args:
+            logits: float32 [positions, vocab], one row per `prompt_logprob_positions`.
+        Returns: one run of positions per request that has any.
+        """
+        runs = self._prompt_runs(microbatch)
+        self._check_shape(microbatch, logits, sum(len(indices) for _, indices, _ in runs))
+        described: list[PromptLogprobs] = []
+        start = 0
+        for row, indices, first_position in runs:
+            request_number = microbatch.request_numbers[row]
+            request = self._requests[request_number]
+            assert request.history is not None, "SamplerSpec.needs_history covers prompt log-probabilities"
+            count = len(indices)
+            targets = request.history.token_ids[first_position : first_position + count]
+            counts = [request.spec.num_prompt_logprobs] * count
+            positions = token_logprobs(logits[start : start + count], targets, counts)
+            described.append(PromptLogprobs(request_number, first_position, positions))
+            start += count
+        return described
+
+    def _prompt_runs(self, microbatch: Microbatch) -> list[tuple[int, range, int]]:
+        """(row, indices into token_ids, place in the prompt of the first token described), where there are any."""
+        runs: list[tuple[int, range, int]] = []
+        for row, end in enumerate(microbatch.row_ends):
+            request = self._requests.get(microbatch.request_numbers[row])
+            if request is None or request.spec.num_prompt_logprobs < 0:
+                continue
+            num_computed = microbatch.num_computed_tokens[row]
+            start = end - microbatch.num_scheduled_tokens[row]
+            count = min(end - start, request.num_prompt_tokens - 1 - num_computed)
+            if count > 0:
+                runs.append((row, range(start, start + count), num_computed + 1))
+        return runs
+
+    def _sampled_row(self, microbatch: Microbatch, row: int) -> SampledRow:
+        request = self._requests.get(microbatch.request_numbers[row])
+        if request is None:
+            raise FrameError(f"{microbatch}: request {microbatch.request_numbers[row]} is sampled but was never added")
+        num_tokens = microbatch.num_computed_tokens[row] + microbatch.num_scheduled_tokens[row]
+        return SampledRow(request.spec, request.history, num_tokens - request.num_prompt_tokens)
+
+    def _check_shape(self, microbatch: Microbatch, logits: torch.Tensor, num_rows: int) -> None:
+        assert logits.shape == (num_rows, self._vocab_size), (
+            f"{microbatch}: logits {tuple(logits.shape)}, wanted {(num_rows, self._vocab_size)}"
+        )
+
+
+def _logprobs_of(
+    rows: list[SampledRow], token_ids: list[int], told: list[int], logits: torch.Tensor
+) -> list[TokenLogprobs | None]:
+    """Spread the log-probabilities of the rows that asked, `told`, over all rows. logits: [told, vocab]."""
+    if not told:
+        return []
+    answers: list[TokenLogprobs | None] = [None] * len(rows)
+    counts = [rows[index].spec.num_logprobs for index in told]
+    for index, answer in zip(told, token_logprobs(logits, [token_ids[index] for index in told], counts), strict=True):
+        answers[index] = answer
+    return answers
