@@ -1,7 +1,8 @@
 """What a model family has to provide: an embedding, a block, a head. It never learns what a rank or a stage is.
 
-Constructors read their weights: `reader.read(name, shape)` gives the tensor in the compute dtype on the stage's device, or
-raises CheckpointError naming the tensor. So a stage that builds only its own layers reads only their bytes.
+Parts read their weights when they are built: `reader.read(name, shape)` gives the tensor in the compute dtype on the
+stage's device, or raises CheckpointError naming the tensor. So a stage that builds only its own layers reads only their
+bytes. One `Family` object belongs to one stage, so what its parts share (rotary tables, a tied matrix) lives in it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from stageline.attention.backend import AttentionMetadata, LayerCache
+from stageline.attention.backend import AttentionBackend, AttentionMetadata, LayerCache
 from stageline.checkpoint.model_spec import ModelSpec
 
 
@@ -46,13 +47,21 @@ class Block(Protocol):
 
 
 class Family(Protocol):
-    """Builds the parts of one family's models."""
+    """Builds the parts of one model for one stage."""
 
-    def embedding(self, spec: ModelSpec, reader: WeightReader) -> "Embedding": ...
+    def embedding(self) -> Embedding: ...
 
-    def block(self, spec: ModelSpec, layer_index: int, reader: WeightReader) -> Block: ...
+    def block(self, layer_index: int) -> Block: ...
 
-    def head(self, spec: ModelSpec, reader: WeightReader) -> "Head": ...
+    def head(self) -> Head: ...
+
+
+class FamilyType(Protocol):
+    """What a family's module calls FAMILY: makes the object that builds one stage's parts."""
+
+    def __call__(
+        self, spec: ModelSpec, reader: WeightReader, backend: AttentionBackend, max_model_len: int
+    ) -> Family: ...
 
 
 class Embedding(Protocol):

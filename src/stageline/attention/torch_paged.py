@@ -1,0 +1,294 @@
+"""Attention over a paged cache in plain torch, on any device: the fallback beside hand-written kernels.
+
+One idea: the blocks of a head lie in one run of memory, so gathering them with `index_select` over
+[num_blocks * num_kv_heads, block_size * head_dim] copies whole runs, and the gathered keys are already in the order
+that a batched matmul wants. What to gather depends on the microbatch only, not on the layer: it is planned once.
+
+Decode rows are gathered and multiplied in groups of similar length, small enough to stay in the CPU's cache; the
+queries of a key head form one matrix. Rows with more tokens go one by one, in tiles of queries, each against no
+more keys than its last query may see.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from stageline.attention.backend import AttentionMetadata, LayerCache
+
+_MIN_TILE_TOKENS, _MAX_TILE_TOKENS = 16, 128
+_ALWAYS_GROUPED_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class _WorkingSet:
+    """How much a step may touch: what stays in a CPU's cache, or keeps a GPU busy without filling its memory."""
+
+    gathered_bytes: int
+    num_scores: int
+
+    @staticmethod
+    def of(device: torch.device) -> _WorkingSet:
+        if device.type == "cpu":
+            return _WorkingSet(gathered_bytes=1 << 20, num_scores=1 << 20)
+        return _WorkingSet(gathered_bytes=1 << 28, num_scores=1 << 26)
+
+
+@dataclass(frozen=True)
+class _DecodeGroup:
+    """Rows attended together.
+
+    Args:
+        tokens: int64 [rows] their tokens, which are also their rows.
+        runs: int64 [rows * num_kv_heads * blocks] runs of the cache to gather.
+        bias: float32 [rows, 1, 1, blocks * block_size] zero where a key is seen, minus infinity elsewhere.
+    """
+
+    tokens: torch.Tensor
+    runs: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _PrefillRow:
+    """A row attended by itself: tokens first_token:end_token, the first of them at position first_position.
+
+    Args:
+        runs: int64 [num_kv_heads * blocks] runs of the cache to gather.
+        first_key: position of the first gathered key.
+    """
+
+    first_token: int
+    end_token: int
+    first_position: int
+    runs: torch.Tensor
+    first_key: int
+
+
+@dataclass(frozen=True)
+class _WindowPlan:
+    decode_groups: list[_DecodeGroup]
+    prefill_rows: list[_PrefillRow]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one microbatch reads and writes in every layer's cache, for each sliding window that a layer has."""
+
+    metadata: AttentionMetadata
+    store_rows: torch.Tensor
+    by_window: dict[int | None, _WindowPlan] = field(default_factory=dict)
+
+
+class TorchPagedAttention:
+    """The torch implementation of `AttentionBackend`; see there for shapes.
+
+    It keeps the latest microbatch's plan; the result does not depend on it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._working_set = _WorkingSet.of(device)
+        self._future_bias = torch.full((_MAX_TILE_TOKENS, _MAX_TILE_TOKENS), -math.inf, device=device).triu_(1)
+        self._latest_plan: _Plan | None = None
+
+    def store(self, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
+        head_dim = keys.shape[2]
+        rows = self._plan(metadata, cache).store_rows
+        cache.keys.view(-1, head_dim).index_copy_(0, rows, keys.reshape(-1, head_dim))
+        # Masked keys get a weight of zero, and zero times infinity is NaN: one request's overflow would reach others
+        # through the unused end of a block.
+        finite = torch.nan_to_num(values)
+        cache.values.view(-1, head_dim).index_copy_(0, rows, finite.reshape(-1, head_dim))
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        metadata: AttentionMetadata,
+        cache: LayerCache,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        window_plan = self._window_plan(metadata, cache, sliding_window)
+        attended = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        for group in window_plan.decode_groups:
+            self._attend_decodes(queries, attended, group, cache, scale)
+        for row in window_plan.prefill_rows:
+            self._attend_prefill(queries, attended, row, cache, scale, sliding_window)
+        return attended
+
+    def _attend_decodes(
+        self, queries: torch.Tensor, attended: torch.Tensor, group: _DecodeGroup, cache: LayerCache, scale: float
+    ) -> None:
+        num_rows, num_kv_heads, head_dim = group.tokens.shape[0], cache.keys.shape[1], cache.keys.shape[3]
+        grouped = queries.index_select(0, group.tokens).view(num_rows, num_kv_heads, -1, head_dim)
+        keys = _gather(cache.keys, group.runs, num_rows)
+        scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scale).add_(group.bias)
+        weights = torch.softmax(scores, -1).to(queries.dtype)
+        result = torch.matmul(weights, _gather(cache.values, group.runs, num_rows))
+        attended.index_copy_(0, group.tokens, result.view(num_rows, -1, head_dim))
+
+    def _attend_prefill(
+        self,
+        queries: torch.Tensor,
+        attended: torch.Tensor,
+        row: _PrefillRow,
+        cache: LayerCache,
+        scale: float,
+        sliding_window: int | None,
+    ) -> None:
+        num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
+        keys = _gather(cache.keys, row.runs, 1)[0]
+        values = _gather(cache.values, row.runs, 1)[0]
+        tile_tokens = self._tile_tokens(queries.shape[1], keys.shape[1])
+        for first in range(row.first_token, row.end_token, tile_tokens):
+            end = min(first + tile_tokens, row.end_token)
+            position = row.first_position + first - row.first_token
+            seen = _seen_keys(position, end - first, row.first_key, sliding_window)
+            tile = queries[first:end].view(end - first, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+            num_groups = tile.shape[1]
+            tile = tile.reshape(num_kv_heads, -1, head_dim)
+            scores = torch.matmul(tile, keys[:, seen].transpose(1, 2)).float().mul_(scale)
+            scores = scores.view(num_kv_heads, num_groups, end - first, -1)
+            self._hide_keys(scores, position, row.first_key + seen.start, sliding_window)
+            weights = torch.softmax(scores, -1).to(queries.dtype).view(num_kv_heads, tile.shape[1], -1)
+            result = torch.matmul(weights, values[:, seen]).view(num_kv_heads, num_groups, end - first, head_dim)
+            attended[first:end].view(end - first, num_kv_heads, num_groups, head_dim).copy_(result.permute(2, 0, 1, 3))
+
+    def _hide_keys(
+        self, scores: torch.Tensor, position: int, first_key: int, sliding_window: int | None
+    ) -> None:
+        """Put minus infinity where a query may not look; scores: [..., tokens, keys], both counted from where given."""
+        num_tokens = scores.shape[-2]
+        scores[..., -num_tokens:].add_(self._future_bias[:num_tokens, :num_tokens])
+        if sliding_window is None or position + num_tokens - sliding_window <= first_key:
+            return
+        edge = scores[..., :num_tokens]
+        too_old = torch.full(edge.shape[-2:], -math.inf, device=scores.device)
+        edge.add_(too_old.tril_(position - sliding_window - first_key))
+
+    def _tile_tokens(self, num_heads: int, num_keys: int) -> int:
+        fitting = self._working_set.num_scores // (num_heads * num_keys)
+        return min(max(fitting, _MIN_TILE_TOKENS), _MAX_TILE_TOKENS)
+
+    def _plan(self, metadata: AttentionMetadata, cache: LayerCache) -> _Plan:
+        plan = self._latest_plan
+        if plan is None or plan.metadata is not metadata:
+            block_size, num_kv_heads = cache.block_size, cache.keys.shape[1]
+            blocks = torch.div(metadata.slot_mapping, block_size, rounding_mode="floor")
+            heads = torch.arange(num_kv_heads, device=blocks.device)
+            runs = blocks.unsqueeze(1) * num_kv_heads + heads
+            rows = runs * block_size + (metadata.slot_mapping - blocks * block_size).unsqueeze(1)
+            self._latest_plan = plan = _Plan(metadata, rows.view(-1))
+        return plan
+
+    def _window_plan(self, metadata: AttentionMetadata, cache: LayerCache, sliding_window: int | None) -> _WindowPlan:
+        by_window = self._plan(metadata, cache).by_window
+        if sliding_window not in by_window:
+            by_window[sliding_window] = self._make_window_plan(metadata, cache, sliding_window)
+        return by_window[sliding_window]
+
+    def _make_window_plan(
+        self, metadata: AttentionMetadata, cache: LayerCache, sliding_window: int | None
+    ) -> _WindowPlan:
+        planner = _Planner(metadata, cache, sliding_window)
+        block_bytes = cache.keys[0].numel() * cache.keys.element_size()
+        decode_blocks = planner.num_blocks[: metadata.num_decode_rows]
+        groups = group_by_length(decode_blocks, block_bytes, self._working_set.gathered_bytes)
+        prefills = range(metadata.num_decode_rows, len(metadata.num_scheduled_tokens))
+        return _WindowPlan([planner.decode_group(rows) for rows in groups], planner.prefill_rows(prefills))
+
+
+class _Planner:
+    """Finds, for every row of a microbatch, the blocks that its queries can see.
+
+    num_blocks: [rows] from the first visible block to the last, per row.
+    """
+
+    def __init__(self, metadata: AttentionMetadata, cache: LayerCache, sliding_window: int | None) -> None:
+        self._metadata = metadata
+        self._block_size = cache.block_size
+        self._device = cache.keys.device
+        self._heads = torch.arange(cache.keys.shape[1], device=self._device)
+        self._sliding_window = sliding_window
+        computed, scheduled = metadata.num_computed_tokens, metadata.num_scheduled_tokens
+        self._context_lens = [a + b for a, b in zip(computed, scheduled, strict=True)]
+        self._first_blocks = [self._first_seen_key(position) // self._block_size for position in computed]
+        self.num_blocks = [
+            -(-length // self._block_size) - first
+            for length, first in zip(self._context_lens, self._first_blocks, strict=True)
+        ]
+
+    def decode_group(self, rows: list[int]) -> _DecodeGroup:
+        num_blocks = max(self.num_blocks[row] for row in rows)
+        tokens = torch.tensor(rows, device=self._device)
+        first_blocks = torch.tensor([self._first_blocks[row] for row in rows], device=self._device).unsqueeze(1)
+        columns = first_blocks + torch.arange(num_blocks, device=self._device)
+        tables = self._metadata.block_tables.index_select(0, tokens).long()
+        blocks = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1))
+        keys = first_blocks * self._block_size + torch.arange(num_blocks * self._block_size, device=self._device)
+        context_lens = torch.tensor([self._context_lens[row] for row in rows], device=self._device).unsqueeze(1)
+        hidden = keys >= context_lens
+        if self._sliding_window is not None:
+            hidden |= keys < context_lens - self._sliding_window
+        bias = torch.zeros(hidden.shape, device=self._device).masked_fill_(hidden, -math.inf)
+        return _DecodeGroup(tokens, self._runs(blocks), bias[:, None, None, :])
+
+    def prefill_rows(self, rows: range) -> list[_PrefillRow]:
+        prefills = []
+        first_token = self._metadata.num_decode_rows
+        for row in rows:
+            end_token = first_token + self._metadata.num_scheduled_tokens[row]
+            first, count = self._first_blocks[row], self.num_blocks[row]
+            blocks = self._metadata.block_tables[row : row + 1, first : first + count].long()
+            position = self._metadata.num_computed_tokens[row]
+            prefills.append(
+                _PrefillRow(first_token, end_token, position, self._runs(blocks), first * self._block_size)
+            )
+            first_token = end_token
+        return prefills
+
+    def _runs(self, blocks: torch.Tensor) -> torch.Tensor:
+        """blocks: [rows, blocks]. Returns: the runs to gather, [rows * num_kv_heads * blocks]."""
+        return (blocks.unsqueeze(1) * self._heads.numel() + self._heads[:, None]).view(-1)
+
+    def _first_seen_key(self, position: int) -> int:
+        return _first_seen_key(position, self._sliding_window)
+
+
+def group_by_length(num_blocks: list[int], block_bytes: int, limit_bytes: int) -> list[list[int]]:
+    """Group rows to be padded to the longest of their group.
+
+    Args:
+        num_blocks: [rows] blocks per row.
+        block_bytes: bytes of a block's keys.
+        limit_bytes: most bytes of a group's padded keys; a longer row is a group of its own.
+    Returns: the rows of each group; unless rows are very short, less than half of any row in a group is padding.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for row in sorted(range(len(num_blocks)), key=lambda row: -num_blocks[row]):
+        is_similar = num_blocks[row] * 2 > longest or longest <= _ALWAYS_GROUPED_BLOCKS
+        if groups and is_similar and (len(groups[-1]) + 1) * longest * block_bytes <= limit_bytes:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+            longest = num_blocks[row]
+    return groups
+
+
+def _gather(blocks: torch.Tensor, runs: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """blocks: [num_blocks, num_kv_heads, block_size, head_dim]. Returns: [num_rows, num_kv_heads, keys, head_dim]."""
+    num_blocks, num_kv_heads, block_size, head_dim = blocks.shape
+    flat = blocks.view(num_blocks * num_kv_heads, block_size * head_dim)
+    return flat.index_select(0, runs).view(num_rows, num_kv_heads, -1, head_dim)
+
+
+def _first_seen_key(position: int, sliding_window: int | None) -> int:
+    return 0 if sliding_window is None else max(0, position - sliding_window + 1)
+
+
+def _seen_keys(position: int, num_tokens: int, first_key: int, sliding_window: int | None) -> slice:
+    """The gathered keys that some of the tokens from `position` on can see; the first gathered is `first_key`."""
+    return slice(_first_seen_key(position, sliding_window) - first_key, position + num_tokens - first_key)

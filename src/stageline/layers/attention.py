@@ -1,0 +1,61 @@
+"""Self-attention of one layer: project, rotate, store keys and values, attend, project back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from stageline.attention.backend import AttentionBackend, AttentionMetadata, LayerCache
+from stageline.layers.linear import Linear
+from stageline.layers.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What attention needs to know of a layer.
+
+    Args:
+        sliding_window: tokens a token attends to, itself included; None for all before it.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Output features of the query, key and value projections."""
+        kv_size = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv_size, kv_size
+
+
+class Attention:
+    """Causal self-attention with rotary positions over a paged cache.
+
+    Args:
+        qkv: fused projection of the layer's input; queries, keys, values side by side.
+        out: projection back to the hidden size.
+    """
+
+    def __init__(
+        self, shape: AttentionShape, qkv: Linear, out: Linear, rotary: Rotary, backend: AttentionBackend
+    ) -> None:
+        self._shape = shape
+        self._qkv = qkv
+        self._out = out
+        self._rotary = rotary
+        self._backend = backend
+        self._scale = shape.head_dim**-0.5
+
+    def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, cache: LayerCache) -> torch.Tensor:
+        """x: [tokens, hidden]. Returns: [tokens, hidden]; the tokens' keys and values are in the cache afterwards."""
+        shape, num_tokens = self._shape, x.shape[0]
+        num_rotated = shape.num_heads + shape.num_kv_heads
+        heads = self._qkv(x).view(num_tokens, num_rotated + shape.num_kv_heads, shape.head_dim)
+        rotated = self._rotary(heads[:, :num_rotated], metadata.positions)
+        self._backend.store(rotated[:, shape.num_heads :], heads[:, num_rotated:], metadata, cache)
+        queries = rotated[:, : shape.num_heads]
+        attended = self._backend.attend(queries, metadata, cache, self._scale, shape.sliding_window)
+        return self._out(attended.flatten(1))

@@ -1,0 +1,94 @@
+"""Rotary position embedding: cosines and sines of every position up to the model's length, computed once.
+
+One idea: pairs are (i, i + head_dim/2), as in Hugging Face checkpoints, so a rotation is x * cos + swap(x) * sin with
+the two halves swapped and the sine of the first half negated in the table.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from stageline.checkpoint.model_spec import RopeSpec
+from stageline.errors import CheckpointError
+
+
+def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
+    """Returns: float32 [head_dim / 2] radians per position.
+
+    Raises: CheckpointError for an unknown kind, an odd head_dim or a wrong number of divisors.
+    Source: RoFormer (arXiv 2104.09864); "llama3" as in the Llama 3.1 release, rounded as `transformers` rounds.
+    """
+    if head_dim % 2:
+        raise CheckpointError(f"rotary embedding needs an even head_dim, the model has {head_dim}")
+    frequencies = 1.0 / spec.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if spec.frequency_divisors:
+        if len(spec.frequency_divisors) != head_dim // 2:
+            raise CheckpointError(
+                f"the model gives {len(spec.frequency_divisors)} rotary frequency divisors; head_dim {head_dim} "
+                f"needs {head_dim // 2}"
+            )
+        return frequencies / torch.tensor(spec.frequency_divisors, dtype=torch.float32)
+    if spec.kind == "default":
+        return frequencies
+    if spec.kind == "linear":
+        return frequencies / spec.factor
+    if spec.kind == "llama3":
+        return _llama3_bands(frequencies, spec)
+    raise CheckpointError(f"rope scaling {spec.kind!r} is not supported; default, linear and llama3 are")
+
+
+def _llama3_bands(frequencies: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    wavelengths = 2 * math.pi / frequencies
+    longest_kept = spec.original_max_position_embeddings / spec.high_freq_factor
+    shortest_stretched = spec.original_max_position_embeddings / spec.low_freq_factor
+    stretched = torch.where(wavelengths > shortest_stretched, frequencies / spec.factor, frequencies)
+    kept_fraction = (spec.original_max_position_embeddings / wavelengths - spec.low_freq_factor) / (
+        spec.high_freq_factor - spec.low_freq_factor
+    )
+    blended = (1 - kept_fraction) * stretched / spec.factor + kept_fraction * stretched
+    is_between = (wavelengths >= longest_kept) & (wavelengths <= shortest_stretched)
+    return torch.where(is_between, blended, stretched)
+
+
+class Rotary:
+    """Rotates queries and keys by their positions. One instance serves all layers of a stage.
+
+    Args:
+        spec, head_dim: the model's.
+        max_model_len: tokens; positions reach from 0 to one less.
+    """
+
+    def __init__(self, spec: RopeSpec, head_dim: int, max_model_len: int, device: torch.device) -> None:
+        positions = torch.arange(max_model_len, dtype=torch.float32)
+        angles = torch.outer(positions, inverse_frequencies(spec, head_dim))
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat((cos, cos), -1).to(device)
+        self._signed_sin = torch.cat((-sin, sin), -1).to(device)
+        self._half = head_dim // 2
+        self._latest: _Rotation | None = None
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, heads, head_dim]; positions: [tokens] int64. Returns: rotated, a new tensor of x's shape."""
+        rotation = self._rotation(positions, x.dtype)
+        swapped = torch.cat((x[..., self._half :], x[..., : self._half]), -1)
+        return (x * rotation.cos).add_(swapped.mul_(rotation.signed_sin))
+
+    def _rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> _Rotation:
+        """The table rows of these positions; all layers ask for the same ones, so the latest are kept."""
+        latest = self._latest
+        if latest is None or latest.positions is not positions or latest.cos.dtype != dtype:
+            cos, signed_sin = (table[positions].unsqueeze(1).to(dtype) for table in (self._cos, self._signed_sin))
+            self._latest = latest = _Rotation(positions, cos, signed_sin)
+        return latest
+
+
+class _Rotation:
+    """cos, signed_sin: [tokens, 1, head_dim] for `positions`."""
+
+    def __init__(self, positions: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> None:
+        self.positions = positions
+        self.cos = cos
+        self.signed_sin = signed_sin

@@ -1,0 +1,109 @@
+"""Llama and the models built like it: Llama 2 and 3, SmolLM2, Mistral (sliding window), Qwen2 (biases on q, k, v)."""
+
+from __future__ import annotations
+
+import torch
+
+from stageline.attention.backend import AttentionBackend, AttentionMetadata, LayerCache
+from stageline.checkpoint.model_spec import ModelSpec
+from stageline.layers.activation import silu_and_mul
+from stageline.layers.attention import Attention, AttentionShape
+from stageline.layers.embedding import LMHead, TokenEmbedding
+from stageline.layers.linear import Linear
+from stageline.layers.norm import RMSNorm
+from stageline.layers.rotary import Rotary
+from stageline.models.family import WeightReader
+from stageline.models.read_linear import read_fused_linear, read_linear
+
+_EMBEDDING_NAME = "model.embed_tokens.weight"
+
+
+class LlamaFamily:
+    """Builds Llama's parts; see `stageline.models.family`."""
+
+    def __init__(self, spec: ModelSpec, reader: WeightReader, backend: AttentionBackend, max_model_len: int) -> None:
+        self._spec = spec
+        self._reader = reader
+        self._backend = backend
+        self._rotary = Rotary(spec.rope, spec.head_dim, max_model_len, reader.device)
+        self._embedding: TokenEmbedding | None = None
+
+    def embedding(self) -> TokenEmbedding:
+        if self._embedding is None:
+            shape = (self._spec.vocab_size, self._spec.hidden_size)
+            self._embedding = TokenEmbedding(self._reader.read(_EMBEDDING_NAME, shape))
+        return self._embedding
+
+    def block(self, layer_index: int) -> LlamaBlock:
+        prefix = f"model.layers.{layer_index}"
+        return LlamaBlock(
+            input_norm=self._norm(f"{prefix}.input_layernorm"),
+            attention=self._attention(f"{prefix}.self_attn"),
+            post_attention_norm=self._norm(f"{prefix}.post_attention_layernorm"),
+            mlp=self._mlp(f"{prefix}.mlp"),
+        )
+
+    def head(self) -> LMHead:
+        shape = (self._spec.vocab_size, self._spec.hidden_size)
+        is_tied = self._spec.tie_word_embeddings
+        weight = self.embedding().weight if is_tied else self._reader.read("lm_head.weight", shape)
+        return LMHead(self._norm("model.norm"), weight)
+
+    def _norm(self, name: str) -> RMSNorm:
+        return RMSNorm(self._reader.read(f"{name}.weight", (self._spec.hidden_size,)), self._spec.rms_norm_eps)
+
+    def _attention(self, prefix: str) -> Attention:
+        spec, reader = self._spec, self._reader
+        shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.sliding_window)
+        names = [f"{prefix}.{part}_proj" for part in "qkv"]
+        qkv = read_fused_linear(reader, names, shape.qkv_sizes, spec.hidden_size, spec.attention_bias)
+        out = read_linear(
+            reader, f"{prefix}.o_proj", spec.hidden_size, shape.qkv_sizes[0], spec.attention_output_bias
+        )
+        return Attention(shape, qkv, out, self._rotary, self._backend)
+
+    def _mlp(self, prefix: str) -> LlamaMLP:
+        spec, reader = self._spec, self._reader
+        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        sizes = [spec.intermediate_size, spec.intermediate_size]
+        gate_up = read_fused_linear(reader, names, sizes, spec.hidden_size, spec.mlp_bias)
+        down = read_linear(reader, f"{prefix}.down_proj", spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
+        return LlamaMLP(gate_up, down)
+
+
+class LlamaMLP:
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self._gate_up = gate_up
+        self._down = down
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, hidden]. Returns: the same shape."""
+        return self._down(silu_and_mul(self._gate_up(x)))
+
+
+class LlamaBlock:
+    """Attention, then MLP, each behind a norm and around it a residual connection."""
+
+    def __init__(self, input_norm: RMSNorm, attention: Attention, post_attention_norm: RMSNorm, mlp: LlamaMLP) -> None:
+        self._input_norm = input_norm
+        self._attention = attention
+        self._post_attention_norm = post_attention_norm
+        self._mlp = mlp
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        metadata: AttentionMetadata,
+        cache: LayerCache,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `stageline.models.family.Block`."""
+        normed, residual = self._input_norm(hidden_states, residual)
+        attended = self._attention(normed, metadata, cache)
+        normed, residual = self._post_attention_norm(attended, residual)
+        return self._mlp(normed), residual
+
+
+FAMILY = LlamaFamily

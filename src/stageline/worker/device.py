@@ -1,0 +1,77 @@
+"""The one place that knows devices: which one a stage runs on, its free memory, its dtype, its threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from stageline.errors import ConfigError
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def resolve_device(asked: str, stage_index: int = 0) -> torch.device:
+    """The device of a stage; stages of one host take its GPUs in turn.
+
+    Args:
+        asked: "auto" (CUDA if there is any), "cpu" or "cuda".
+    Raises: ConfigError if CUDA is asked for and there is none.
+    """
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, but torch finds no CUDA device here; use --device cpu or auto")
+    return torch.device("cuda", stage_index % torch.cuda.device_count())
+
+
+def resolve_dtype(asked: str, checkpoint_dtype: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """The compute dtype, and a note for the log if it is not what was asked for (empty if it is).
+
+    Args:
+        asked: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
+    """
+    name = checkpoint_dtype if asked == "auto" else asked
+    if name == "float16" and device.type == "cpu":
+        return torch.bfloat16, "float16 is slow on a CPU: computing in bfloat16 (--dtype float32 for more precision)"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name], ""
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that could be allocated now: the device's, or the host's within the limit of its control group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available = int(psutil.virtual_memory().available)
+    limit = _read_cgroup("memory.max")
+    if not limit.isdigit():
+        return available
+    used = int(_read_cgroup("memory.current") or 0)
+    return max(0, min(available, int(limit) - used + _reclaimable_bytes()))
+
+
+def _reclaimable_bytes() -> int:
+    """The control group's share of the page cache."""
+    for line in _read_cgroup("memory.stat").splitlines():
+        name, _, count = line.partition(" ")
+        if name == "file":
+            return int(count)
+    return 0
+
+
+def _read_cgroup(name: str) -> str:
+    try:
+        return (_CGROUP / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until everything launched on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def set_threads(num_threads: int) -> None:
+    """Threads that one operation may use on the CPU, in this process."""
+    torch.set_num_threads(num_threads)

@@ -1,0 +1,42 @@
+"""The bytes of the KV cache: two tensors per local layer. Who owns which block is decided elsewhere."""
+
+from __future__ import annotations
+
+import torch
+
+from stageline.attention.backend import LayerCache
+from stageline.checkpoint.model_spec import ModelSpec
+from stageline.errors import ConfigError
+from stageline.kv.kv_size import kv_bytes_per_block
+from stageline.worker.device import free_memory_bytes
+
+
+def allocate_kv_tensors(
+    spec: ModelSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[LayerCache]:
+    """Allocate the cache of `num_layers` layers, zeroed: what was never written must not be NaN.
+
+    Raises: ConfigError with the numbers if it does not fit.
+    """
+    needed_bytes = num_blocks * kv_bytes_per_block(spec, num_layers, dtype.itemsize, block_size)
+    free_bytes = free_memory_bytes(device)
+    shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    # A CPU hands out zeroed pages on first use only, so an allocation that is too large would kill the process later.
+    if needed_bytes > free_bytes:
+        raise ConfigError(_does_not_fit(needed_bytes, free_bytes, num_blocks, num_layers, device))
+    try:
+        return [
+            LayerCache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            for _ in range(num_layers)
+        ]
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        raise ConfigError(_does_not_fit(needed_bytes, free_bytes, num_blocks, num_layers, device)) from error
+
+
+def _does_not_fit(
+    needed_bytes: int, free_bytes: int, num_blocks: int, num_layers: int, device: torch.device
+) -> str:
+    return (
+        f"the KV cache of {num_blocks} blocks for {num_layers} layers needs {needed_bytes / 2**20:.0f} MiB on "
+        f"{device}, where {free_bytes / 2**20:.0f} MiB are free; lower --kv-cache-memory or give this stage fewer layers"
+    )

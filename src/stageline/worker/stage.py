@@ -1,0 +1,169 @@
+"""One stage as a thing that can be run: its layers, their KV cache, and on the last stage the sampler.
+
+One idea: a microbatch is *prepared* (checked, block tables brought up to date, positions and slots computed) when it is
+announced, and *run* when its activations are there. Both happen in the microbatches' order, but preparing may be ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from stageline.attention.backend import AttentionMetadata, LayerCache
+from stageline.attention.select import select_backend
+from stageline.checkpoint.model_spec import ModelSpec
+from stageline.clock import Clock, MonotonicClock
+from stageline.errors import FrameError
+from stageline.models.decoder import DecoderStage
+from stageline.models.family import WeightReader
+from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, check_microbatch
+from stageline.timeline.span import Span, SpanKind
+from stageline.worker.device import synchronise
+from stageline.worker.input_buffers import InputBuffers
+from stageline.worker.kv_tensors import allocate_kv_tensors
+from stageline.worker.sampler import Sampler
+
+
+@dataclass(frozen=True)
+class PreparedMicrobatch:
+    """A microbatch that may be run as soon as its input is there.
+
+    Args:
+        token_ids: int64 [tokens] on the device for the first stage, else None.
+    """
+
+    microbatch: Microbatch
+    metadata: AttentionMetadata
+    token_ids: torch.Tensor | None
+
+
+class Stage:
+    """Consecutive layers of a model and everything that running them needs.
+
+    Args:
+        layers: half-open; the first stage's starts at 0, the last stage's stops at the model's number of layers.
+        reader: gives the weights, and with them dtype and device.
+        max_model_len: tokens; the longest sequence.
+        stage_index: for the spans.
+        record: gets a span "forward" per microbatch and, on the last stage, one "sample"; None records nothing.
+    Raises: CheckpointError if a weight is missing or misshapen.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: range,
+        reader: WeightReader,
+        max_model_len: int,
+        *,
+        stage_index: int = 0,
+        clock: Clock | None = None,
+        record: Callable[[Span], None] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._num_layers = len(layers)
+        self._stage_index = stage_index
+        self._clock = clock or MonotonicClock()
+        self._record = record
+        self.device = reader.device
+        self.dtype = reader.dtype
+        with torch.inference_mode():
+            self._decoder = DecoderStage(spec, layers, reader, select_backend(self.device), max_model_len)
+        self._sampler = Sampler(spec.vocab_size, self.device) if self._decoder.is_last else None
+        self._limits: MicrobatchLimits | None = None
+        self._buffers: InputBuffers | None = None
+        self._caches: list[LayerCache] = []
+
+    @property
+    def is_first(self) -> bool:
+        return self._decoder.is_first
+
+    @property
+    def is_last(self) -> bool:
+        return self._decoder.is_last
+
+    def allocate_kv(self, limits: MicrobatchLimits) -> None:
+        """Allocate the KV cache and forget every request. Raises: ConfigError if it does not fit."""
+        self._caches = []
+        with torch.inference_mode():
+            self._caches = allocate_kv_tensors(
+                self._spec, self._num_layers, limits.num_blocks, limits.block_size, self.dtype, self.device
+            )
+        self._limits = limits
+        self._buffers = InputBuffers(limits, self.device)
+        if self.is_last:
+            self._sampler = Sampler(self._spec.vocab_size, self.device)
+
+    def expected_input(self, microbatch: Microbatch) -> tuple[tuple[int, int], torch.dtype] | None:
+        """Shape and dtype of the hidden states that the microbatch brings; None on the first stage."""
+        return None if self.is_first else ((microbatch.num_tokens, self._spec.hidden_size), self.dtype)
+
+    def prepare(self, microbatch: Microbatch) -> PreparedMicrobatch:
+        """Check a microbatch and apply what it changes; once for each, in order.
+
+        Raises: FrameError if it does not fit the limits or the requests known here; the epoch is over then.
+        """
+        assert self._limits is not None and self._buffers is not None, "allocate_kv comes first"
+        check_microbatch(microbatch, self._limits)
+        metadata = self._buffers.apply_and_build(microbatch)
+        token_ids = torch.tensor(microbatch.token_ids, dtype=torch.int64, device=self.device) if self.is_first else None
+        return PreparedMicrobatch(microbatch, metadata, token_ids)
+
+    @torch.inference_mode()
+    def run(
+        self, prepared: PreparedMicrobatch, hidden_states: torch.Tensor | None = None
+    ) -> torch.Tensor | MicrobatchResult:
+        """Compute a prepared microbatch; once for each, in order.
+
+        Args:
+            hidden_states: [tokens, hidden] from the stage before, not changed; None on the first stage.
+        Returns: hidden states [tokens, hidden] for the next stage, or the last stage's result.
+        Raises: FrameError if the hidden states are not of the expected shape and dtype.
+        """
+        microbatch = prepared.microbatch
+        inputs = self._inputs(prepared, hidden_states)
+        start_s = self._clock.now_s()
+        output = self._decoder.forward(inputs, prepared.metadata, self._caches)
+        synchronise(self.device)
+        forward_end_s = self._clock.now_s()
+        self._record_span("forward", microbatch, start_s, forward_end_s)
+        if self._sampler is None:
+            return output
+        result = self._sample(self._sampler, microbatch, output)
+        self._record_span("sample", microbatch, forward_end_s, self._clock.now_s())
+        return result
+
+    def _inputs(self, prepared: PreparedMicrobatch, hidden_states: torch.Tensor | None) -> torch.Tensor:
+        expected = self.expected_input(prepared.microbatch)
+        if expected is None:
+            assert prepared.token_ids is not None and hidden_states is None, "the first stage embeds token ids"
+            return prepared.token_ids
+        assert hidden_states is not None, "a later stage needs hidden states"
+        shape, dtype = expected
+        if tuple(hidden_states.shape) != shape or hidden_states.dtype != dtype:
+            raise FrameError(
+                f"s{self._stage_index} {prepared.microbatch}: hidden states {tuple(hidden_states.shape)} of "
+                f"{hidden_states.dtype}, expected {shape} of {dtype}"
+            )
+        return hidden_states.to(self.device)
+
+    def _sample(self, sampler: Sampler, microbatch: Microbatch, hidden_states: torch.Tensor) -> MicrobatchResult:
+        """Logits are computed only where a token is sampled or a prompt's log-probabilities are wanted."""
+        sampler.apply(microbatch)
+        row_ends = microbatch.row_ends
+        sampled = [row_ends[row] - 1 for row in microbatch.sampling_rows]
+        described = sampler.prompt_logprob_positions(microbatch)
+        if not sampled and not described:
+            return MicrobatchResult(microbatch.epoch, microbatch.number, [], [], [])
+        wanted = torch.tensor(sampled + described, device=self.device)
+        logits = self._decoder.logits(hidden_states.index_select(0, wanted))
+        prompt_logprobs = sampler.prompt_logprobs(microbatch, logits[len(sampled) :]) if described else []
+        token_ids, logprobs = sampler.sample(microbatch, logits[: len(sampled)])
+        return MicrobatchResult(microbatch.epoch, microbatch.number, token_ids, logprobs, prompt_logprobs)
+
+    def _record_span(self, kind: SpanKind, microbatch: Microbatch, start_s: float, end_s: float) -> None:
+        if self._record is not None:
+            tokens, rows = microbatch.num_tokens, microbatch.num_rows
+            self._record(Span(self._stage_index, microbatch.number, kind, start_s, end_s, tokens, rows))
