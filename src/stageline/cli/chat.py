@@ -114,7 +114,7 @@ def _print_answer(conversation: Conversation, text: str) -> None:
 
 
 class _StopOnInterrupt:
-    """While entered, the first Ctrl-C only sets a flag, so the engine is not interrupted half-way; a second one raises."""
+    """While entered, the first Ctrl-C only sets a flag, so the engine is not cut off half-way; the second raises."""
 
     def __init__(self) -> None:
         self._is_stopped = False

@@ -10,9 +10,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from typing import NoReturn
 
+from stageline import __version__
 from stageline.cli import bench, chat, generate
 from stageline.errors import ConfigError, RequestError, StagelineError
 from stageline.log import set_up_logging
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="stageline COMMAND --help tells what each command can do.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"stageline {metadata.version('stageline')}")
+    parser.add_argument("--version", action="version", version=f"stageline {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (generate, chat, bench):
         command.add_parser(commands)
@@ -47,21 +47,27 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv`, by default the process's own. Returns: the exit status; `--help` exits by itself."""
     try:
-        args = build_parser().parse_args(argv)
-        set_up_logging()
-        run: Callable[[argparse.Namespace], int] = args.run
-        status = run(args)
-        sys.stdout.flush()
-        return status
+        return _run(argv)
     except StagelineError as error:
         print(f"stageline: error: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError | RequestError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more when it exits and would complain.
+        # The interpreter flushes once more when it exits, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
+
+
+def _run(argv: list[str] | None) -> int:
+    try:
+        args = build_parser().parse_args(argv)
+        set_up_logging()
+        run: Callable[[argparse.Namespace], int] = args.run
+        return run(args)
+    finally:
+        # Flushed here, where a broken pipe is still handled, `--help` included.
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,65 @@
+"""Flags are the settings: same names, types and defaults, and what a user types is what the engine gets."""
+
+import argparse
+import dataclasses
+
+import pytest
+
+from stageline.config.engine_config import EngineConfig
+from stageline.config.flags import add_engine_flags, engine_config_from_args
+from stageline.errors import ConfigError
+
+
+def _parse(*argv: str) -> EngineConfig:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_engine_flags(parser)
+    return engine_config_from_args(parser.parse_args(argv))
+
+
+def test_without_flags_every_default_is_the_settings_own() -> None:
+    assert _parse("model.gguf") == EngineConfig(model="model.gguf")
+
+
+def test_every_setting_has_a_flag_and_a_help_text() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    actions = {action.dest: action for action in parser._actions}
+    for field in dataclasses.fields(EngineConfig):
+        assert actions[field.name].help, field.name
+        if field.name != "model":
+            assert "--" + field.name.replace("_", "-") in actions[field.name].option_strings
+
+
+def test_values_arrive_with_their_types() -> None:
+    config = _parse(
+        "m", "-pp", "3", "--pp-layer-partition", "1,28,1", "--heartbeat-timeout-s", "2.5", "--kv-cache-memory", "64MiB",
+        "--max-model-len", "512", "--distributed-executor-backend", "in_process",
+    )  # fmt: skip
+    assert config.pipeline_parallel_size == 3
+    assert config.pp_layer_partition == "1,28,1"
+    assert config.heartbeat_timeout_s == 2.5
+    assert config.max_model_len == 512
+    assert config.distributed_executor_backend == "in_process"
+    assert _parse("m", "--pipeline-parallel-size", "3").pipeline_parallel_size == 3
+
+
+def test_what_is_on_by_default_can_be_switched_off() -> None:
+    assert _parse("m").enable_prefix_caching is True
+    assert _parse("m", "--no-enable-prefix-caching").enable_prefix_caching is False
+    assert _parse("m", "--no-enable-prefix-caching", "--enable-prefix-caching").enable_prefix_caching is True
+
+
+def test_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser(prog="x")
+    add_engine_flags(parser)
+    text = " ".join(parser.format_help().split())
+    assert "tokens per KV cache block (default: 16)" in text
+    assert "its own CPU cores when there are enough (default: on)" in text
+    assert "default: None" not in text and "SUPPRESS" not in text
+    for heading in ("model:", "pipeline:", "memory:", "scheduling:"):
+        assert heading in text
+
+
+def test_a_value_that_cannot_work_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--pipeline-parallel-size is 0"):
+        _parse("m", "-pp", "0")
