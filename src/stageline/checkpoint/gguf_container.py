@@ -215,8 +215,8 @@ class _Walker:
     def _check_count(self, count: int, smallest_bytes: int, what: str) -> None:
         if count * smallest_bytes > self._size - self._position:
             raise self._error(
-                f"{count} {what} cannot fit in the {self._size - self._position} bytes that follow; the file is damaged "
-                "or truncated"
+                f"{count} {what} cannot fit in the {self._size - self._position} bytes that follow; the file is "
+                "damaged or truncated"
             )
 
     def _truncated(self, needed: int, what: str) -> CheckpointError:

@@ -98,8 +98,8 @@ def _refuse_unsupported(fields: Fields) -> None:
         quantization = fields.raw("quantization_config")
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise CheckpointError(
-            f"{fields.source}: quantization_config of method {method!r} is not supported; use an unquantised checkpoint "
-            "or a GGUF file"
+            f"{fields.source}: quantization_config of method {method!r} is not supported; use an unquantised "
+            "checkpoint or a GGUF file"
         )
     activation = fields.string("hidden_act", default="silu")
     if activation not in ("silu", "swish"):

@@ -1,0 +1,169 @@
+"""Reads tensors of a checkpoint one by one: only their own bytes, decoded to the compute dtype run by run.
+
+Reads are `pread` calls, not a memory map: what was read can be counted exactly, a file cut short under us is an error
+and not a SIGBUS, and no page stays mapped after loading.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
+from stageline.checkpoint.encodings import ENCODINGS
+from stageline.errors import CheckpointError
+from stageline.weights.ggml_types import FLOAT_DTYPES, decode
+
+# Large enough that a run's fixed cost is nothing, small enough that its float32 form (1 MiB) stays in the cache. A
+# multiple of every block size.
+RUN_ELEMENTS = 2**18
+DIRECT_RUN_BYTES = 2**22
+
+
+class CheckpointReader:
+    """Reads weights for one stage; a `WeightReader`. Close it, or use it in a `with` statement.
+
+    Args:
+        dtype: what every tensor is converted to.
+        device: where every tensor ends up; decoding itself is done on the CPU.
+        on_bytes: called with the number of bytes of each read, for progress.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._device = device
+        self._on_bytes = on_bytes
+        self._descriptors: dict[str, int] = {}
+        self._num_bytes_read = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes read from the checkpoint's files so far."""
+        return self._num_bytes_read
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Args: name: Hugging Face's. shape: what the model needs.
+        Returns: the tensor, in the compute dtype on the device.
+        Raises: CheckpointError if it is missing, of another shape, of an unsupported type, or cut off.
+        """
+        entry = self._entry(name, shape)
+        if FLOAT_DTYPES.get(entry.encoding) == self._dtype and self._device.type == "cpu":
+            tensor = self._read_direct(entry)
+        else:
+            tensor = self._read_in_runs(entry)
+        tensor = tensor.view(entry.shape)
+        return undo_rope_interleaving(tensor, entry.rope_permuted_heads) if entry.rope_permuted_heads else tensor
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+        entry = self._checkpoint.tensors.get(name)
+        if entry is None:
+            raise self._missing(name)
+        label = f"{entry.file}: tensor {_label(entry)}"
+        if entry.shape != tuple(shape):
+            raise CheckpointError(f"{label} has shape {list(entry.shape)}; the model needs {list(shape)}")
+        if entry.encoding not in ENCODINGS:
+            raise CheckpointError(
+                f"{label} is of type {entry.encoding}, which is not supported; supported are {', '.join(ENCODINGS)}"
+            )
+        heads = entry.rope_permuted_heads
+        if heads and entry.shape[0] % (2 * heads):
+            raise CheckpointError(f"{label} has {entry.shape[0]} rows, which {heads} heads of even size cannot share")
+        return entry
+
+    def _missing(self, name: str) -> CheckpointError:
+        tensors = self._checkpoint.tensors
+        files = sorted({entry.file for entry in tensors.values()})
+        where = files[0] if len(files) == 1 else f"{self._checkpoint.path} ({len(files)} files)"
+        close = difflib.get_close_matches(name, tensors, n=3, cutoff=0.8)
+        hint = f"; there is {', '.join(close)}" if close else ""
+        return CheckpointError(f"tensor {name} is missing in {where}{hint}")
+
+    def _read_direct(self, entry: TensorEntry) -> torch.Tensor:
+        """No conversion: the file's bytes go straight into the tensor's memory."""
+        tensor = torch.empty(entry.num_elements, dtype=self._dtype)
+        data = tensor.view(torch.uint8)
+        for begin in range(0, entry.num_bytes, DIRECT_RUN_BYTES):
+            self._read_into(entry, begin, data[begin : begin + DIRECT_RUN_BYTES])
+        return tensor
+
+    def _read_in_runs(self, entry: TensorEntry) -> torch.Tensor:
+        encoding = ENCODINGS[entry.encoding]
+        tensor = torch.empty(entry.num_elements, dtype=self._dtype, device=self._device)
+        buffer = torch.empty(encoding.num_bytes(min(RUN_ELEMENTS, entry.num_elements)), dtype=torch.uint8)
+        for first in range(0, entry.num_elements, RUN_ELEMENTS):
+            run = tensor[first : first + RUN_ELEMENTS]
+            data = buffer[: encoding.num_bytes(run.numel())]
+            self._read_into(entry, encoding.num_bytes(first), data)
+            run.copy_(decode(data, entry.encoding, encoding.block_bytes))
+        return tensor
+
+    def _read_into(self, entry: TensorEntry, begin: int, data: torch.Tensor) -> None:
+        """Fill `data`, uint8, from the tensor's bytes beginning at `begin`."""
+        view = data.numpy().data
+        descriptor = self._descriptor(entry.file)
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], entry.offset_bytes + begin + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{entry.file} is truncated: tensor {_label(entry)} needs {entry.num_bytes} bytes up to byte "
+                    f"{entry.offset_bytes + entry.num_bytes}, the file has {os.fstat(descriptor).st_size}"
+                )
+            done += count
+        self._num_bytes_read += done
+        if self._on_bytes is not None:
+            self._on_bytes(done)
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._descriptors:
+            try:
+                self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
+        return self._descriptors[file]
+
+
+def undo_rope_interleaving(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows of each head from pair by pair (x0 y0 x1 y1 ...) to halves (x0 x1 ... y0 y1 ...), Hugging Face's order.
+
+    Args: tensor: [num_heads * head_dim, ...], a weight or a bias. Returns: the same shape.
+    """
+    head_dim = tensor.shape[0] // num_heads
+    pairs = tensor.view(num_heads, head_dim // 2, 2, *tensor.shape[1:])
+    return pairs.transpose(1, 2).reshape(tensor.shape)
+
+
+def _label(entry: TensorEntry) -> str:
+    return entry.name if entry.stored_name == entry.name else f"{entry.name} (stored as {entry.stored_name})"
