@@ -1,0 +1,62 @@
+"""Text of a growing token sequence, piece by piece, never half a character.
+
+One idea: decode a short window of the latest tokens and emit what is new and settled. The window begins where earlier
+text was complete, so that decoders which look back (a leading space, runs of byte tokens) see the same context twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"
+# Tokens of context kept from the prompt.
+PROMPT_CONTEXT_TOKENS = 6
+# Bytes that never become text, from a model that emits noise, are given out as they are rather than held for ever.
+LONGEST_WINDOW_TOKENS = 64
+
+
+class DecodeStream:
+    """Args:
+    decode: token ids to text.
+    prompt_token_ids: what came before; its text is not emitted, but decides about spaces and half characters.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(prompt_token_ids[-PROMPT_CONTEXT_TOKENS:])
+        self._num_context = len(self._window)
+        self._num_emitted = _num_settled(decode(self._window)) if self._window else 0
+
+    def step(self, token_id: int) -> str:
+        """Returns: the new text that is complete; often empty while a character is unfinished."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        num_settled = _num_settled(text)
+        is_long = len(self._window) > LONGEST_WINDOW_TOKENS
+        if is_long:
+            num_settled = len(text)
+        new_text = text[self._num_emitted : num_settled]
+        if num_settled == len(text) and (new_text or is_long):
+            self._restart()
+        else:
+            self._num_emitted = max(self._num_emitted, num_settled)
+        return new_text
+
+    def finish(self) -> str:
+        """Returns: what was held back, as it is. The stream ends."""
+        text = self._decode(self._window)
+        rest = text[self._num_emitted :]
+        self._num_emitted = len(text)
+        return rest
+
+    def _restart(self) -> None:
+        """Everything is emitted: keep only the tokens added since the last time as context."""
+        self._window = self._window[self._num_context :]
+        self._num_context = len(self._window)
+        self._num_emitted = len(self._decode(self._window))
+
+
+def _num_settled(text: str) -> int:
+    """Characters that later tokens cannot change. A trailing replacement may be the beginning of a real character, and
+    a run of byte tokens is replaced as a whole until it is valid, so the whole trailing run is open."""
+    return len(text.rstrip(REPLACEMENT))
