@@ -23,17 +23,22 @@ _ALWAYS_GROUPED_BLOCKS = 4
 
 
 @dataclass(frozen=True)
-class _WorkingSet:
-    """How much a step may touch: what stays in a CPU's cache, or keeps a GPU busy without filling its memory."""
+class WorkingSet:
+    """How much one step may touch: what stays in a CPU's cache, or keeps a GPU busy without filling its memory.
+
+    Args:
+        gathered_bytes: keys of a group of decode rows.
+        num_scores: scores of a tile of a prefill row.
+    """
 
     gathered_bytes: int
     num_scores: int
 
     @staticmethod
-    def of(device: torch.device) -> _WorkingSet:
+    def of(device: torch.device) -> WorkingSet:
         if device.type == "cpu":
-            return _WorkingSet(gathered_bytes=1 << 20, num_scores=1 << 20)
-        return _WorkingSet(gathered_bytes=1 << 28, num_scores=1 << 26)
+            return WorkingSet(gathered_bytes=1 << 20, num_scores=1 << 20)
+        return WorkingSet(gathered_bytes=1 << 28, num_scores=1 << 26)
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,12 @@ class _DecodeGroup:
     Args:
         tokens: int64 [rows] their tokens, which are also their rows.
         runs: int64 [rows * num_kv_heads * blocks] runs of the cache to gather.
-        bias: float32 [rows, 1, 1, blocks * block_size] zero where a key is seen, minus infinity elsewhere.
+        is_hidden: bool [rows, 1, 1, blocks * block_size] keys that are padding, or older than the window.
     """
 
     tokens: torch.Tensor
     runs: torch.Tensor
-    bias: torch.Tensor
+    is_hidden: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -88,16 +93,16 @@ class TorchPagedAttention:
     It keeps the latest microbatch's plan; the result does not depend on it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._working_set = _WorkingSet.of(device)
-        self._future_bias = torch.full((_MAX_TILE_TOKENS, _MAX_TILE_TOKENS), -math.inf, device=device).triu_(1)
+    def __init__(self, device: torch.device, working_set: WorkingSet | None = None) -> None:
+        self._working_set = working_set or WorkingSet.of(device)
+        self._is_future = torch.ones(_MAX_TILE_TOKENS, _MAX_TILE_TOKENS, dtype=torch.bool, device=device).triu_(1)
         self._latest_plan: _Plan | None = None
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
         head_dim = keys.shape[2]
         rows = self._plan(metadata, cache).store_rows
         cache.keys.view(-1, head_dim).index_copy_(0, rows, keys.reshape(-1, head_dim))
-        # Masked keys get a weight of zero, and zero times infinity is NaN: one request's overflow would reach others
+        # A hidden key has a weight of zero, and zero times infinity is NaN: one request's overflow would reach others
         # through the unused end of a block.
         finite = torch.nan_to_num(values)
         cache.values.view(-1, head_dim).index_copy_(0, rows, finite.reshape(-1, head_dim))
@@ -124,7 +129,7 @@ class TorchPagedAttention:
         num_rows, num_kv_heads, head_dim = group.tokens.shape[0], cache.keys.shape[1], cache.keys.shape[3]
         grouped = queries.index_select(0, group.tokens).view(num_rows, num_kv_heads, -1, head_dim)
         keys = _gather(cache.keys, group.runs, num_rows)
-        scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scale).add_(group.bias)
+        scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scale).masked_fill_(group.is_hidden, -math.inf)
         weights = torch.softmax(scores, -1).to(queries.dtype)
         result = torch.matmul(weights, _gather(cache.values, group.runs, num_rows))
         attended.index_copy_(0, group.tokens, result.view(num_rows, -1, head_dim))
@@ -156,17 +161,20 @@ class TorchPagedAttention:
             result = torch.matmul(weights, values[:, seen]).view(num_kv_heads, num_groups, end - first, head_dim)
             attended[first:end].view(end - first, num_kv_heads, num_groups, head_dim).copy_(result.permute(2, 0, 1, 3))
 
-    def _hide_keys(
-        self, scores: torch.Tensor, position: int, first_key: int, sliding_window: int | None
-    ) -> None:
-        """Put minus infinity where a query may not look; scores: [..., tokens, keys], both counted from where given."""
+    def _hide_keys(self, scores: torch.Tensor, position: int, first_key: int, sliding_window: int | None) -> None:
+        """Put minus infinity where a query may not look.
+
+        Args:
+            scores: [..., tokens, keys]; the first token is at `position`, the first key at `first_key`, the last of
+                both are the same token.
+        """
         num_tokens = scores.shape[-2]
-        scores[..., -num_tokens:].add_(self._future_bias[:num_tokens, :num_tokens])
+        scores[..., -num_tokens:].masked_fill_(self._is_future[:num_tokens, :num_tokens], -math.inf)
         if sliding_window is None or position + num_tokens - sliding_window <= first_key:
             return
         edge = scores[..., :num_tokens]
-        too_old = torch.full(edge.shape[-2:], -math.inf, device=scores.device)
-        edge.add_(too_old.tril_(position - sliding_window - first_key))
+        is_too_old = torch.ones(edge.shape[-2:], dtype=torch.bool, device=scores.device)
+        edge.masked_fill_(is_too_old.tril_(position - sliding_window - first_key), -math.inf)
 
     def _tile_tokens(self, num_heads: int, num_keys: int) -> int:
         fitting = self._working_set.num_scores // (num_heads * num_keys)
@@ -229,11 +237,10 @@ class _Planner:
         blocks = tables.gather(1, columns.clamp_(max=tables.shape[1] - 1))
         keys = first_blocks * self._block_size + torch.arange(num_blocks * self._block_size, device=self._device)
         context_lens = torch.tensor([self._context_lens[row] for row in rows], device=self._device).unsqueeze(1)
-        hidden = keys >= context_lens
+        is_hidden = keys >= context_lens
         if self._sliding_window is not None:
-            hidden |= keys < context_lens - self._sliding_window
-        bias = torch.zeros(hidden.shape, device=self._device).masked_fill_(hidden, -math.inf)
-        return _DecodeGroup(tokens, self._runs(blocks), bias[:, None, None, :])
+            is_hidden |= keys < context_lens - self._sliding_window
+        return _DecodeGroup(tokens, self._runs(blocks), is_hidden[:, None, None, :])
 
     def prefill_rows(self, rows: range) -> list[_PrefillRow]:
         prefills = []

@@ -38,5 +38,6 @@ def _does_not_fit(
 ) -> str:
     return (
         f"the KV cache of {num_blocks} blocks for {num_layers} layers needs {needed_bytes / 2**20:.0f} MiB on "
-        f"{device}, where {free_bytes / 2**20:.0f} MiB are free; lower --kv-cache-memory or give this stage fewer layers"
+        f"{device}, where {free_bytes / 2**20:.0f} MiB are free; lower --kv-cache-memory or give this stage fewer "
+        "layers"
     )

@@ -1,0 +1,162 @@
+"""Every layer against float64, and bit for bit against `transformers` where rounding in bfloat16 is meant to agree."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from stageline.checkpoint.model_spec import RopeSpec
+from stageline.errors import CheckpointError
+from stageline.layers.activation import silu_and_mul
+from stageline.layers.embedding import LMHead, TokenEmbedding
+from stageline.layers.linear import Linear
+from stageline.layers.norm import RMSNorm
+from stageline.layers.rotary import Rotary, inverse_frequencies
+
+CPU = torch.device("cpu")
+LLAMA3 = RopeSpec(theta=500000.0, kind="llama3", factor=8.0, original_max_position_embeddings=64)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_linear_is_x_times_weight_transposed_plus_bias() -> None:
+    x, weight, bias = noise(5, 24), noise(7, 24, seed=1), noise(7, seed=2)
+    expected = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(Linear(weight, bias)(x).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(Linear(weight)(x).double(), expected - bias.double(), rtol=1e-5, atol=1e-5)
+
+
+def test_norm_of_a_sum_returns_the_sum_and_changes_neither_input() -> None:
+    x, residual, weight = noise(5, 24), noise(5, 24, seed=1), noise(24, seed=2)
+    before = x.clone(), residual.clone()
+    normed, total = RMSNorm(weight, 1e-5)(x, residual)
+    wide = x.double() + residual.double()
+    expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    torch.testing.assert_close(normed.double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_rounds_as_transformers_does(dtype: torch.dtype) -> None:
+    x, weight = noise(64, 96).to(dtype), noise(96, seed=1).to(dtype)
+    reference = LlamaRMSNorm(96, eps=1e-5)
+    reference.weight = torch.nn.Parameter(weight)
+    assert torch.equal(RMSNorm(weight, 1e-5)(x)[0], reference(x))
+
+
+def test_silu_and_mul_gates_the_second_half_with_the_first() -> None:
+    gate_up = noise(5, 48)
+    gate, up = gate_up[:, :24].double(), gate_up[:, 24:].double()
+    torch.testing.assert_close(silu_and_mul(gate_up).double(), gate / (1 + (-gate).exp()) * up, rtol=1e-5, atol=1e-6)
+
+
+def test_embedding_and_head_are_the_two_ends_of_one_matrix() -> None:
+    weight, norm_weight = noise(11, 24), noise(24, seed=1)
+    embedding = TokenEmbedding(weight)
+    assert torch.equal(embedding(torch.tensor([3, 0, 3])), weight[[3, 0, 3]])
+    hidden = noise(4, 24, seed=2).bfloat16()
+    head = LMHead(RMSNorm(norm_weight.bfloat16(), 1e-5), weight.bfloat16())
+    assert head(hidden).dtype == torch.float32
+    assert head(hidden).shape == (4, 11)
+
+
+def rotate_in_float64(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Each pair (i, i + half) as a complex number, turned by its angle."""
+    first, second = x.double().chunk(2, -1)
+    angles = torch.outer(positions.double(), frequencies.double())
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+    return torch.cat((turned.real, turned.imag), -1)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        RopeSpec(),
+        RopeSpec(theta=100000.0),
+        RopeSpec(kind="linear", factor=4.0),
+        LLAMA3,
+        RopeSpec(frequency_divisors=tuple(1.0 + i / 4 for i in range(16))),
+    ],
+    ids=["default", "theta", "linear", "llama3", "divisors"],
+)
+def test_rotary_turns_every_pair_by_position_times_frequency(spec: RopeSpec) -> None:
+    x, positions = noise(9, 3, 32), torch.tensor([0, 1, 2, 63, 64, 65, 100, 254, 255])
+    rotated = Rotary(spec, 32, 256, CPU)(x, positions)
+    expected = rotate_in_float64(x, positions, inverse_frequencies(spec, 32))
+    torch.testing.assert_close(rotated.double(), expected, rtol=1e-4, atol=5e-5)
+
+
+def test_default_frequencies_are_powers_of_theta() -> None:
+    expected = [10000.0 ** (-2 * i / 8) for i in range(4)]
+    assert inverse_frequencies(RopeSpec(), 8).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_explicit_divisors_override_the_kind() -> None:
+    divisors = (1.0, 2.0, 4.0, 8.0)
+    plain = inverse_frequencies(RopeSpec(), 8)
+    divided = inverse_frequencies(RopeSpec(kind="linear", factor=3.0, frequency_divisors=divisors), 8)
+    assert torch.equal(divided, plain / torch.tensor(divisors))
+
+
+@pytest.mark.parametrize(
+    ("spec", "rope_parameters"),
+    [
+        (RopeSpec(theta=10000.0), {"rope_type": "default", "rope_theta": 10000.0}),
+        (RopeSpec(kind="linear", factor=4.0), {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}),
+        (
+            LLAMA3,
+            {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ],
+    ids=["default", "linear", "llama3"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_rounds_as_transformers_does(
+    spec: RopeSpec, rope_parameters: dict[str, object], dtype: torch.dtype
+) -> None:
+    config = LlamaConfig(hidden_size=128, num_attention_heads=4, max_position_embeddings=512)
+    config.rope_parameters = rope_parameters
+    reference = LlamaRotaryEmbedding(config)
+    assert torch.equal(inverse_frequencies(spec, 32), reference.inv_freq)
+    queries, keys, positions = noise(40, 4, 32).to(dtype), noise(40, 2, 32, seed=1).to(dtype), torch.arange(400, 440)
+    cos, sin = reference(queries[None], positions[None])
+    expected, _ = apply_rotary_pos_emb(queries.transpose(0, 1)[None], keys.transpose(0, 1)[None], cos, sin)
+    rotated = Rotary(spec, 32, 512, CPU)(queries, positions)
+    assert torch.equal(rotated, expected[0].transpose(0, 1))
+
+
+def test_rotary_follows_new_positions_and_another_dtype() -> None:
+    rotary, x = Rotary(RopeSpec(), 32, 64, CPU), noise(3, 2, 32)
+    first, second = torch.tensor([1, 2, 3]), torch.tensor([4, 5, 6])
+    rotary(x, first)
+    assert torch.equal(rotary(x, second), Rotary(RopeSpec(), 32, 64, CPU)(x, second))
+    assert rotary(x.bfloat16(), second).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("spec", "head_dim", "words"),
+    [
+        (RopeSpec(kind="yarn"), 8, ["yarn", "llama3"]),
+        (RopeSpec(), 7, ["even", "7"]),
+        (RopeSpec(frequency_divisors=(1.0, 2.0)), 8, ["2 rotary", "needs 4"]),
+    ],
+)
+def test_rotary_refuses_what_it_cannot_do(spec: RopeSpec, head_dim: int, words: list[str]) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        inverse_frequencies(spec, head_dim)
+    assert all(word in str(refused.value) for word in words)
+    assert math.isfinite(inverse_frequencies(RopeSpec(), 8).sum().item())
