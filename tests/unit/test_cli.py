@@ -172,10 +172,14 @@ def test_help_loads_no_torch() -> None:
 
 
 def test_a_reader_that_went_away_is_no_error() -> None:
+    program = (
+        "import sys\n"
+        "from stageline.cli import generate, main\n"
+        "generate.run = lambda args: print('an answer') or 0\n"
+        "sys.exit(main.main(['generate', 'model']))"
+    )
     read_end, write_end = os.pipe()
     os.close(read_end)
-    run = subprocess.run(
-        [sys.executable, "-m", "stageline", "generate", "--help"], stdout=write_end, stderr=subprocess.PIPE, timeout=30
-    )
+    run = subprocess.run([sys.executable, "-c", program], stdout=write_end, stderr=subprocess.PIPE, timeout=30)
     os.close(write_end)
     assert (run.returncode, run.stderr) == (141, b"")

@@ -1,0 +1,44 @@
+"""The import table of ARCHITECTURE.md as data: a room is a package or a top-level module of `stageline`."""
+
+# Nouns that every room may use. They use one another only as IMPORTS says.
+COMMON = {"errors", "clock", "log", "sampling", "request", "outputs", "config", "timeline", "checkpoint"}
+
+# What a room may import besides itself and, unless it is itself one of them, COMMON.
+IMPORTS: dict[str, set[str]] = {
+    "errors": set(),
+    "clock": set(),
+    "config": {"errors"},
+    "log": {"config", "errors"},
+    "sampling": {"errors"},
+    "outputs": set(),
+    "request": {"errors", "outputs", "sampling"},
+    "timeline": {"clock", "errors"},
+    "checkpoint": {"config", "errors", "sampling"},
+    "pipeline": set(),
+    "kv": {"pipeline"},
+    "scheduler": {"kv", "pipeline"},
+    "links": set(),
+    "executor": {"links", "pipeline"},
+    "engine": {"executor", "scheduler", "kv", "pipeline"},
+    "cli": {"engine"},
+    "kernels": {"pipeline"},
+    "parallel": {"pipeline"},
+    "attention": {"kernels", "parallel", "pipeline"},
+    "layers": {"attention", "kernels", "parallel", "pipeline"},
+    "models": {"layers", "attention", "kernels", "parallel", "pipeline"},
+    "weights": {"layers", "kernels", "parallel", "pipeline"},
+    "worker": {"models", "weights", "layers", "attention", "kernels", "parallel", "pipeline", "links"},
+    "__init__": {"engine"},
+    "__main__": {"cli"},
+}
+
+# (room, module): imports upwards that are meant, with the module that is all they may see.
+EXCEPTIONS = {
+    ("worker", "stageline.executor.messages"),  # the words that executor and worker exchange
+    ("cli", "stageline"),  # its version
+}
+
+# The executor reaches the worker from inside a function only, so the engine's process never loads torch.
+LAZY_IMPORTS = {("executor", "worker")}
+
+TORCH_ROOMS = {"kernels", "parallel", "attention", "layers", "models", "weights", "worker"}

@@ -1,0 +1,96 @@
+"""What users have typed stays: public names, flags, and every command that the README shows."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+
+import pytest
+
+import stageline
+from stageline.cli.main import build_parser
+from tests.architecture.source_tree import ROOT
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+PUBLIC_NAMES = ["LLM", "SamplingParams", "StagelineError", "__version__"]
+
+ENGINE_FLAGS = _words("""
+    --bind-cores --block-size --chat-template --device --distributed-executor-backend --dtype --enable-prefix-caching
+    --heartbeat-timeout-s --kv-cache-memory --load-timeout-s --long-prefill-token-threshold --max-microbatches-in-flight
+    --max-model-len --max-num-batched-tokens --max-num-seqs --no-bind-cores --no-enable-prefix-caching
+    --pipeline-parallel-size --pp-layer-partition --seed --threads-per-stage --tokenizer -pp
+""")
+
+SAMPLING_FLAGS = _words("""
+    --allowed-token-ids --bad-words --frequency-penalty --ignore-eos --include-stop-str-in-output --logit-bias
+    --logprobs --max-tokens --min-p --min-tokens --n --no-ignore-eos --no-include-stop-str-in-output
+    --no-skip-special-tokens --presence-penalty --prompt-logprobs --repetition-penalty --skip-special-tokens --stop
+    --stop-token-ids --temperature --top-k --top-p
+""")
+
+OWN_FLAGS = {
+    "generate": [*SAMPLING_FLAGS, "--chat", "--json", "--prompt", "--prompt-file"],
+    "chat": sorted({*SAMPLING_FLAGS, "--system"} - {"--n", "--logprobs", "--prompt-logprobs"}),
+    "bench throughput": sorted(
+        {*SAMPLING_FLAGS, "--input-len", "--num-prompts", "--num-warmup", "--output", "--output-len", "--prompt-file",
+         "--timeline"} - {"--n", "--max-tokens", "--min-tokens"}
+    ),
+    "bench latency": sorted(
+        {*SAMPLING_FLAGS, "--batch-size", "--input-len", "--num-iters", "--num-warmup", "--output", "--output-len",
+         "--timeline"} - {"--n", "--max-tokens", "--min-tokens"}
+    ),
+}  # fmt: skip
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = build_parser()
+    for word in command.split():
+        [commands] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+        parser = commands.choices[word]
+    return parser
+
+
+def _code_lines(page: str) -> list[str]:
+    """Lines of the page's code blocks, continuation lines joined."""
+    blocks = re.findall(r"^```(?:sh|bash|console)\n(.*?)^```", (ROOT / page).read_text(), flags=re.M | re.S)
+    return [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def test_public_names_are_the_frozen_list() -> None:
+    assert stageline.__all__ == PUBLIC_NAMES
+    for name in PUBLIC_NAMES:
+        assert getattr(stageline, name) is not None
+
+
+@pytest.mark.parametrize("command", OWN_FLAGS)
+def test_flags_are_the_frozen_list(command: str) -> None:
+    spellings = {spelling for action in _parser(command)._actions for spelling in action.option_strings}
+    assert sorted(spellings - {"-h", "--help"}) == sorted([*ENGINE_FLAGS, *OWN_FLAGS[command]])
+
+
+def test_every_make_target_of_the_pages_exists() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
+    lines = [*_code_lines("README.md"), *_code_lines("CONTRIBUTING.md")]
+    shown = [line for line in lines if line.startswith("make ")]
+    assert shown
+    for line in shown:
+        words = [word for word in shlex.split(line, comments=True)[1:] if "=" not in word]
+        assert set(words) <= targets, line
+
+
+def test_every_stageline_command_of_the_readme_parses() -> None:
+    shown = [line for line in _code_lines("README.md") if line.split()[0].endswith("stageline")]
+    assert shown
+    for line in shown:
+        build_parser().parse_args(shlex.split(line, comments=True)[1:])
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_file_that_a_page_links_to_exists(page: str) -> None:
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
