@@ -49,6 +49,7 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id that ended it; None for end-of-sequence or length.
         logprobs: per generated token, the asked-for tokens by id; None if not asked for.
         timings: this completion's own.
+        new_text: what `text` gained since the request's previous output.
     """
 
     index: int
@@ -59,6 +60,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None
     cumulative_logprob: float | None
     timings: RequestTimings
+    new_text: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from stageline.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_SEED = 2**63 - 1
+# Divided by less than this, logits leave float32's range; such a temperature is greedy for every purpose.
+GREEDY_BELOW_TEMPERATURE = 1e-5
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +99,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._validate_lengths()
         self._validate_token_ids(vocab_size)
         self._validate_strings()
+        for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, field), bool):
+                raise RequestError(f"{field} is {value!r}; it must be true or false", field)
 
     def _validate_lengths(self) -> None:
         for field in ("logprobs", "prompt_logprobs"):
@@ -117,20 +122,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def _validate_token_ids(self, vocab_size: int) -> None:
+        if self.logit_bias is not None:
+            _check_type("logit_bias", self.logit_bias, dict)
         for token_id, bias in (self.logit_bias or {}).items():
             _check_token_id("logit_bias", token_id, vocab_size)
             _check_number("logit_bias", bias, -100.0, 100.0)
         for field in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, field) or ():
+            for token_id in _entries(field, getattr(self, field)):
                 _check_token_id(field, token_id, vocab_size)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids is empty, so nothing could be chosen; leave it out", "allowed_token_ids")
+            raise RequestError("allowed_token_ids is empty; name some tokens or leave it out", "allowed_token_ids")
 
     def _validate_strings(self) -> None:
-        for field, strings in (("stop", self.stop_strings), ("bad_words", self.bad_words or [])):
-            for string in strings:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        for field, strings in (("stop", stop), ("bad_words", self.bad_words)):
+            for string in _entries(field, strings):
                 if not isinstance(string, str) or not string:
                     raise RequestError(f"{field} holds {string!r}; every entry must be a non-empty string", field)
+
+
+def _entries(field: str, value: object) -> list[object]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise RequestError(f"{field} is {value!r}; it must be a list", field)
+    return value
 
 
 def _check_type(field: str, value: object, kind: type) -> None:

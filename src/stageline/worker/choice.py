@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from stageline.sampling import SamplerSpec
+from stageline.sampling import GREEDY_BELOW_TEMPERATURE, SamplerSpec
 from stageline.worker.leading_tokens import GROUP_SIZE, largest, leading_tokens, select_rows
 
-# Divided by less than this, logits leave float32's range; such a temperature is greedy for every purpose.
-GREEDY_BELOW_TEMPERATURE = 1e-5
 _SMALLEST_PREFIX = 64
 _PREFIX_GROWTH = 4
 _MASK_64 = 2**64 - 1

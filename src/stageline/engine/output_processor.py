@@ -1,0 +1,245 @@
+"""From the engine's news (tokens) to what a user reads (text), completion by completion.
+
+One idea: a completion's text only grows. Each token is decoded once and looked at once for stop strings; what may be
+the beginning of a stop string, or half a character, is held back until it is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stageline.clock import Clock, MonotonicClock
+from stageline.engine.input_processor import Tokenizer
+from stageline.engine.stop_strings import StopStringScanner
+from stageline.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, RequestTimings
+from stageline.request import EngineRequest, RequestUpdate
+from stageline.sampling import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class ProcessedOutputs:
+    """What some updates came to.
+
+    Args:
+        outputs: one per user request that changed.
+        finished_early: engine requests that a stop string ended; the engine does not know and has to abort them.
+    """
+
+    outputs: list[RequestOutput]
+    finished_early: list[str]
+
+
+class OutputProcessor:
+    """Keeps the text of every live request.
+
+    Args:
+        tokenizer: turns tokens into text.
+        clock: the engine's; it tells when a stop string ended a completion.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, clock: Clock | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._clock = clock or MonotonicClock()
+        self._requests: dict[str, _UserRequest] = {}
+        self._owners: dict[str, _UserRequest] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._owners)
+
+    def add(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        engine_requests: list[EngineRequest],
+        is_streamed: bool = True,
+    ) -> None:
+        """Expect updates of these engine requests: the completions of one user request, in order.
+
+        Args:
+            is_streamed: give an output with every update; otherwise one when all completions are finished, which
+                spares copying what is known so far.
+        """
+        completions = {
+            one.request_id: _Completion(index, one.arrival_s, params, self._tokenizer, prompt_token_ids)
+            for index, one in enumerate(engine_requests)
+        }
+        has_prompt_logprobs = params.prompt_logprobs is not None
+        request = _UserRequest(request_id, prompt, prompt_token_ids, completions, has_prompt_logprobs, is_streamed)
+        self._requests[request_id] = request
+        self._owners.update(dict.fromkeys(completions, request))
+
+    def process(self, updates: Sequence[RequestUpdate]) -> ProcessedOutputs:
+        """Take news in the order the engine sent them. Those of requests that are finished or aborted are ignored."""
+        changed: dict[str, _UserRequest] = {}
+        finished_early: list[str] = []
+        for update in updates:
+            request = self._owners.get(update.request_id)
+            if request is None:
+                continue
+            changed[request.request_id] = request
+            request.add_prompt_logprobs(update.prompt_logprobs, self._tokenizer)
+            completion = request.completions[update.request_id]
+            completion.take(update)
+            if completion.finish_reason is not None:
+                del self._owners[update.request_id]
+                if update.finish_reason is None:
+                    completion.finished_s = self._clock.now_s()
+                    finished_early.append(update.request_id)
+        for request in changed.values():
+            if request.is_finished:
+                del self._requests[request.request_id]
+        outputs = [request.output() for request in changed.values() if request.is_streamed or request.is_finished]
+        return ProcessedOutputs(outputs, finished_early)
+
+    def abort(self, request_id: str) -> list[str]:
+        """Forget a request. Returns: its engine requests that are still running, for the engine to abort."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return []
+        running = [id_ for id_, completion in request.completions.items() if completion.finish_reason is None]
+        for engine_request_id in running:
+            del self._owners[engine_request_id]
+        return running
+
+
+class _UserRequest:
+    """A prompt and its completions by engine request id."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        completions: dict[str, _Completion],
+        has_prompt_logprobs: bool,
+        is_streamed: bool,
+    ) -> None:
+        self.request_id = request_id
+        self.completions = completions
+        self.is_streamed = is_streamed
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if has_prompt_logprobs else None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self.completions.values())
+
+    def add_prompt_logprobs(self, positions: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> None:
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs += [_logprobs_by_id(position, tokenizer) for position in positions]
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
+            outputs=[completion.output() for completion in self.completions.values()],
+            is_finished=self.is_finished,
+        )
+
+
+class _Completion:
+    """The text of one completion so far, and why it ended."""
+
+    def __init__(
+        self, index: int, arrival_s: float, params: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: list[int]
+    ) -> None:
+        self.finish_reason: FinishReason | None = None
+        self.finished_s: float | None = None
+        self._index = index
+        self._arrival_s = arrival_s
+        self._tokenizer = tokenizer
+        self._min_tokens = params.min_tokens
+        self._is_stop_included = params.include_stop_str_in_output
+        self._decoder = tokenizer.new_decode_stream(params.skip_special_tokens, prompt_token_ids)
+        self._scanner = StopStringScanner(params.stop_strings, params.include_stop_str_in_output)
+        self._text = ""
+        self._new_pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._cumulative_logprob = 0.0
+        self._stop_reason: int | str | None = None
+        self._latest: RequestUpdate | None = None
+
+    def take(self, update: RequestUpdate) -> None:
+        """Take one update: tokens, then the end if it is the last one."""
+        self._latest = update
+        self.finished_s = update.finished_s
+        last = len(update.token_ids) - 1
+        for place, token_id in enumerate(update.token_ids):
+            self._add_token(token_id, update.logprobs[place] if update.logprobs else None)
+            if place == last and update.finish_reason == "stop" and not self._is_stop_included:
+                continue
+            # As with stop tokens, what ends a completion comes after min_tokens tokens.
+            may_stop = len(self._token_ids) > self._min_tokens
+            self._new_pieces.append(self._scanner.push(self._decoder.step(token_id), may_stop))
+            if self._scanner.found is not None:
+                self._end_at_stop_string()
+                return
+        if update.finish_reason is not None:
+            self._end(update.finish_reason, update.stop_reason)
+
+    def _add_token(self, token_id: int, described: TokenLogprobs | None) -> None:
+        self._token_ids.append(token_id)
+        if self._logprobs is not None and described is not None:
+            self._logprobs.append(_logprobs_by_id(described, self._tokenizer))
+            self._cumulative_logprob += described.logprobs[0]
+
+    def _end(self, reason: FinishReason, stop_reason: int | None) -> None:
+        may_stop = len(self._token_ids) > self._min_tokens
+        self._new_pieces.append(self._scanner.push(self._decoder.finish(), may_stop))
+        if self._scanner.found is not None:
+            self._end_at_stop_string()
+            return
+        self._new_pieces.append(self._scanner.finish())
+        self.finish_reason = reason
+        self._stop_reason = stop_reason
+
+    def _end_at_stop_string(self) -> None:
+        self.finish_reason = "stop"
+        self._stop_reason = self._scanner.found
+
+    def output(self) -> CompletionOutput:
+        """All so far; the next output's new text begins here."""
+        new_text = "".join(self._new_pieces)
+        self._new_pieces.clear()
+        self._text += new_text
+        return CompletionOutput(
+            index=self._index,
+            text=self._text,
+            token_ids=list(self._token_ids),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+            timings=self._timings(),
+            new_text=new_text,
+        )
+
+    def _timings(self) -> RequestTimings:
+        if self._latest is None:
+            return RequestTimings(self._arrival_s)
+        return RequestTimings(
+            arrival_s=self._arrival_s,
+            first_scheduled_s=self._latest.first_scheduled_s,
+            first_token_s=self._latest.first_token_s,
+            finished_s=self.finished_s,
+            num_cached_tokens=self._latest.num_cached_tokens,
+            num_preemptions=self._latest.num_preemptions,
+        )
+
+
+def _logprobs_by_id(described: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The described token with its own rank, then the likeliest ones, whose ranks are their places."""
+    token_ids, logprobs = described.token_ids, described.logprobs
+    by_id = {token_ids[0]: Logprob(logprobs[0], described.rank, tokenizer.token_text(token_ids[0]))}
+    for rank, (token_id, logprob) in enumerate(zip(token_ids[1:], logprobs[1:], strict=True), start=1):
+        if token_id not in by_id:
+            by_id[token_id] = Logprob(logprob, rank, tokenizer.token_text(token_id))
+    return by_id
