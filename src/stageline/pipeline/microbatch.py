@@ -159,11 +159,12 @@ def check_microbatch(microbatch: Microbatch, limits: MicrobatchLimits) -> None:
     _check_ids(microbatch, "sampling row", microbatch.sampling_rows, rows)
     if any(a >= b for a, b in zip(microbatch.sampling_rows, microbatch.sampling_rows[1:], strict=False)):
         raise FrameError(f"{microbatch}: sampling rows are not ascending")
-    for table in [*microbatch.added, *microbatch.extended]:
-        _check_ids(microbatch, "block id", table.block_ids, limits.num_blocks)
-        if len(table.block_ids) > limits.max_blocks_per_request:
+    tables = [added.block_ids for added in microbatch.added] + [table.block_ids for table in microbatch.extended]
+    for block_ids in tables:
+        _check_ids(microbatch, "block id", block_ids, limits.num_blocks)
+        if len(block_ids) > limits.max_blocks_per_request:
             raise FrameError(
-                f"{microbatch}: {len(table.block_ids)} blocks for one request, limit {limits.max_blocks_per_request}"
+                f"{microbatch}: {len(block_ids)} blocks for one request, limit {limits.max_blocks_per_request}"
             )
     for added in microbatch.added:
         _check_ids(microbatch, "token id in a history", added.history, limits.vocab_size)

@@ -1,0 +1,90 @@
+"""The one loop, the same for one stage and for sixty-four, in one process or many, real or simulated.
+
+    keep launching microbatches while the window has room and the scheduler has something ready;
+    then wait for one event and handle it.
+
+Nothing polls, nothing sleeps, no empty microbatch is ever sent.
+"""
+
+from __future__ import annotations
+
+from stageline.clock import Clock
+from stageline.errors import InternalError
+from stageline.executor.executor import Executor
+from stageline.pipeline.in_flight import InFlight
+from stageline.request import EngineRequest, RequestUpdate
+from stageline.scheduler.scheduler import Scheduler
+from stageline.timeline.recorder import Recorder
+from stageline.timeline.span import Span
+
+
+class EngineCore:
+    """Drives one pipeline. The only one who talks to its scheduler and its executor.
+
+    Args:
+        window: microbatches that may be in flight.
+    """
+
+    def __init__(self, executor: Executor, scheduler: Scheduler, window: int, clock: Clock) -> None:
+        self.recorder = Recorder()
+        self._executor = executor
+        self._scheduler = scheduler
+        self._in_flight = InFlight(window)
+        self._clock = clock
+
+    @property
+    def has_work(self) -> bool:
+        """Something is unfinished or still in the pipeline."""
+        return self._scheduler.num_unfinished > 0 or len(self._in_flight) > 0
+
+    def add(self, request: EngineRequest) -> None:
+        """Raises: RequestError if the request can never be served."""
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        """End a request; returns its last update, or None if it had ended."""
+        return self._scheduler.abort(request_id, self._clock.now_s())
+
+    def step(self) -> list[RequestUpdate]:
+        """Fill the window, then wait for one result and apply it.
+
+        Raises: WorkerLost if a stage is gone; the pipeline is closed then.
+        """
+        self._fill_window()
+        if len(self._in_flight) == 0:
+            if self._scheduler.num_unfinished:
+                raise InternalError(
+                    f"nothing is in flight and nothing can be scheduled, with {self._scheduler.num_waiting} requests "
+                    f"waiting and {self._scheduler.num_running} running"
+                )
+            return []
+        result = self._executor.wait()
+        microbatch = self._in_flight.completed(result)
+        return self._scheduler.completed(microbatch, result, self._clock.now_s())
+
+    def _fill_window(self) -> None:
+        while self._in_flight.has_room:
+            start_s = self._clock.now_s()
+            microbatch = self._scheduler.schedule(start_s)
+            if microbatch is None:
+                return
+            self._in_flight.launched(microbatch)
+            self._executor.launch(microbatch)
+            self.recorder.record(
+                Span(
+                    stage_index=-1,
+                    microbatch=microbatch.number,
+                    kind="schedule",
+                    start_s=start_s,
+                    end_s=self._clock.now_s(),
+                    num_tokens=microbatch.num_tokens,
+                    num_rows=microbatch.num_rows,
+                )
+            )
+
+    def spans(self, since_s: float = 0.0) -> list[Span]:
+        """What all stages and this loop recorded."""
+        return self.recorder.spans(since_s) + self._executor.collect_spans(since_s)
+
+    def close(self) -> None:
+        self._executor.close()

@@ -1,0 +1,138 @@
+"""From what was asked for to a pipeline that is ready: refuse what cannot work, start stages, agree on the KV cache."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+
+from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.clock import Clock
+from stageline.config import environment
+from stageline.config.engine_config import EngineConfig
+from stageline.engine.core import EngineCore
+from stageline.engine.startup_table import format_startup_table
+from stageline.errors import ConfigError
+from stageline.executor.executor import Executor, OnProgress
+from stageline.executor.in_process import InProcessExecutor
+from stageline.executor.messages import StageLoaded
+from stageline.executor.multi_process import MultiProcessExecutor
+from stageline.kv.kv_cache_manager import KVCacheManager
+from stageline.kv.kv_plan import KVPlan, parse_kv_cache_memory, plan_kv_cache
+from stageline.kv.kv_size import kv_bytes_per_token
+from stageline.pipeline.microbatch import MicrobatchLimits
+from stageline.pipeline.partition import StageLayers, partition_layers
+from stageline.scheduler.scheduler import Scheduler, SchedulerLimits
+
+logger = logging.getLogger(__name__)
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A pipeline that is ready, and what was found out on the way."""
+
+    core: EngineCore
+    partition: tuple[StageLayers, ...]
+    kv_plan: KVPlan
+    max_model_len: int
+    table: str
+
+
+def choose_max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Raises: ConfigError if more is asked for than the model was made for."""
+    most = checkpoint.spec.max_position_embeddings
+    asked = config.max_model_len
+    if asked is not None and asked > most:
+        raise ConfigError(f"--max-model-len is {asked}, but the model has {most} positions; ask for at most {most}")
+    return most if asked is None else asked
+
+
+def start_pipeline(
+    config: EngineConfig, checkpoint: Checkpoint, clock: Clock, on_progress: OnProgress | None = None
+) -> Pipeline:
+    """Bring a pipeline up.
+
+    Raises: ConfigError before anything starts for whatever can be known by then, or after loading if memory is short, with
+        everything stopped again; WorkerLost if a stage dies on the way.
+    """
+    config.check()
+    max_model_len = choose_max_model_len(config, checkpoint)
+    num_stages = config.pipeline_parallel_size
+    asked = config.pp_layer_partition or environment.pp_layer_partition()
+    partition = partition_layers(checkpoint.spec.num_layers, num_stages, asked)
+    kv_memory = parse_kv_cache_memory(config.kv_cache_memory, num_stages)
+    executor = _make_executor(config, checkpoint, partition, max_model_len, clock)
+    try:
+        reports = executor.load(on_progress)
+        plan = plan_kv_cache(
+            kv_memory,
+            _free_bytes_per_stage(reports),
+            [
+                kv_bytes_per_token(checkpoint.spec, len(part.layers), _ITEMSIZE[report.dtype])
+                for part, report in zip(partition, reports, strict=True)
+            ],
+            config.block_size,
+            max_useful_blocks=config.max_num_seqs * -(-max_model_len // config.block_size),
+        )
+        executor.allocate(_limits(config, checkpoint, plan, max_model_len))
+    except BaseException:
+        executor.close()
+        raise
+    table = format_startup_table(partition, reports, plan)
+    logger.info("%s", table)
+    if plan.num_tokens < max_model_len:
+        logger.warning(
+            "the KV cache holds %d tokens, fewer than the model length of %d: longer requests will be refused",
+            plan.num_tokens,
+            max_model_len,
+        )
+    core = _make_core(config, executor, plan, max_model_len, clock)
+    return Pipeline(core, partition, plan, max_model_len, table)
+
+
+def _make_executor(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    partition: tuple[StageLayers, ...],
+    max_model_len: int,
+    clock: Clock,
+) -> Executor:
+    if config.distributed_executor_backend == "in_process":
+        return InProcessExecutor(config, checkpoint, partition, max_model_len, clock)
+    return MultiProcessExecutor(config, checkpoint.path, partition, max_model_len, clock)
+
+
+def _free_bytes_per_stage(reports: list[StageLoaded]) -> list[int]:
+    """Stages that share a memory pool share what is free in it. The one that loaded last saw the least."""
+    num_in_pool = Counter(report.memory_pool for report in reports)
+    free_in_pool = {pool: min(r.free_bytes for r in reports if r.memory_pool == pool) for pool in num_in_pool}
+    return [free_in_pool[report.memory_pool] // num_in_pool[report.memory_pool] for report in reports]
+
+
+def _limits(config: EngineConfig, checkpoint: Checkpoint, plan: KVPlan, max_model_len: int) -> MicrobatchLimits:
+    return MicrobatchLimits(
+        num_blocks=plan.num_blocks,
+        block_size=config.block_size,
+        vocab_size=checkpoint.spec.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+
+
+def _make_core(
+    config: EngineConfig, executor: Executor, plan: KVPlan, max_model_len: int, clock: Clock
+) -> EngineCore:
+    window = config.max_microbatches_in_flight or config.pipeline_parallel_size
+    kv = KVCacheManager(plan.num_blocks, config.block_size, config.enable_prefix_caching)
+    limits = SchedulerLimits(
+        num_stages=config.pipeline_parallel_size,
+        window=window,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_chunk_tokens=config.long_prefill_token_threshold,
+    )
+    return EngineCore(executor, Scheduler(kv, limits), window, clock)

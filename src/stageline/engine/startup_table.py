@@ -1,0 +1,52 @@
+"""The table an operator reads first: what each stage holds, what that takes, and which stage limits the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stageline.executor.messages import StageLoaded
+from stageline.kv.kv_plan import KVPlan
+from stageline.pipeline.partition import StageLayers
+
+_HEADINGS = ("stage", "layers", "also holds", "weights", "KV per token", "KV blocks possible", "left unused")
+
+
+def format_startup_table(partition: Sequence[StageLayers], reports: Sequence[StageLoaded], plan: KVPlan) -> str:
+    """One row per stage and a line on the KV cache."""
+    rows = [_HEADINGS]
+    for part, report, kv in zip(partition, reports, plan.stages, strict=True):
+        also = [name for name, is_there in (("embedding", part.is_first), ("norm + LM head", part.is_last)) if is_there]
+        rows.append(
+            (
+                f"s{part.stage_index}",
+                f"[{part.layers.start}, {part.layers.stop})",
+                ", ".join(also) or "-",
+                format_bytes(report.weight_bytes),
+                format_bytes(kv.bytes_per_token),
+                f"{kv.num_possible_blocks:,}",
+                format_bytes(kv.unused_bytes),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"pipeline of {len(partition)} stage(s), {reports[0].dtype}", *lines, _kv_line(plan)])
+
+
+def _kv_line(plan: KVPlan) -> str:
+    if plan.limiting_stage is None:
+        why = "as much as max_num_seqs requests of max_model_len can use"
+    elif len(plan.stages) == 1:
+        why = "all of its share"
+    else:
+        why = f"s{plan.limiting_stage} limits"
+    return f"KV cache: {plan.num_blocks:,} blocks of {plan.block_size} tokens = {plan.num_tokens:,} tokens ({why})"
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Such as 1.5 GiB or 11.2 KiB."""
+    amount = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} TiB"

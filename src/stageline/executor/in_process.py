@@ -1,0 +1,100 @@
+"""All stages in this process, one after the other: for one stage, for debugging and for tests. Same stages, same order."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.clock import Clock
+from stageline.config.engine_config import EngineConfig
+from stageline.errors import ConfigError, InternalError, StagelineError, WorkerLost
+from stageline.executor.executor import OnProgress
+from stageline.executor.messages import StageLoaded
+from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
+from stageline.pipeline.partition import StageLayers
+from stageline.timeline.recorder import Recorder
+from stageline.timeline.span import Span
+
+if TYPE_CHECKING:
+    from stageline.worker.stage import Stage
+
+
+class InProcessExecutor:
+    """See `stageline.executor.executor.Executor`. A microbatch runs through all stages while its result is waited for."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        partition: tuple[StageLayers, ...],
+        max_model_len: int,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._checkpoint = checkpoint
+        self._partition = partition
+        self._max_model_len = max_model_len
+        self._clock = clock
+        self._recorder = Recorder()
+        self._stages: list[Stage] = []
+        self._launched: deque[Microbatch] = deque()
+        self._loss: StagelineError | None = None
+
+    def load(self, on_progress: OnProgress | None = None) -> list[StageLoaded]:
+        from stageline.worker.build import build_stage
+
+        reports = []
+        for part in self._partition:
+            index = part.stage_index
+            stage, report = build_stage(
+                self._checkpoint,
+                part,
+                dtype=self._config.dtype,
+                device=self._config.device,
+                max_model_len=self._max_model_len,
+                clock=self._clock,
+                recorder=self._recorder,
+                on_progress=lambda read, total, index=index: on_progress and on_progress(index, read, total),  # type: ignore[misc]
+            )
+            self._stages.append(stage)
+            reports.append(report)
+        return reports
+
+    def allocate(self, limits: MicrobatchLimits) -> None:
+        for stage in self._stages:
+            stage.allocate_kv(limits)
+
+    def launch(self, microbatch: Microbatch) -> None:
+        if self._loss is not None:
+            raise self._loss
+        self._launched.append(microbatch)
+
+    def wait(self) -> MicrobatchResult:
+        if not self._launched:
+            raise InternalError("waited for a result while nothing was launched")
+        microbatch = self._launched.popleft()
+        output: Any = None
+        for stage, part in zip(self._stages, self._partition, strict=True):
+            try:
+                output = stage.run(stage.prepare(microbatch), output)
+            except Exception as error:
+                self._loss = _loss_of(part.stage_index, error)
+                raise self._loss from error
+        assert isinstance(output, MicrobatchResult)
+        return output
+
+    def collect_spans(self, since_s: float = 0.0) -> list[Span]:
+        return self._recorder.spans(since_s)
+
+    def close(self) -> None:
+        self._stages.clear()
+        self._launched.clear()
+        if self._loss is None:
+            self._loss = StagelineError("the engine was closed")
+
+
+def _loss_of(stage_index: int, error: Exception) -> StagelineError:
+    if isinstance(error, ConfigError):
+        return ConfigError(f"stage {stage_index}: {error}")
+    return WorkerLost(stage_index, f"{type(error).__name__}: {error}")

@@ -1,0 +1,115 @@
+"""What the engine and a stage's process say to each other. Plain data; a path only in the configuration, by a pipe."""
+
+from __future__ import annotations
+
+import msgspec
+
+from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
+from stageline.timeline.span import Span
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a stage's process needs to start; it gets it by its standard input.
+
+    Args:
+        cores: CPU cores to bind to; empty binds to none.
+        engine_address: where its answers go.
+        control_address, ping_address, input_address: where it listens; the first stage has no input.
+        output_address: where its activations go; None for the last stage.
+    """
+
+    model: str
+    stage_index: int
+    num_stages: int
+    first_layer: int
+    end_layer: int
+    dtype: str
+    device: str
+    max_model_len: int
+    num_threads: int
+    cores: list[int]
+    log_level: str
+    engine_address: str
+    control_address: str
+    ping_address: str
+    input_address: str | None
+    output_address: str | None
+
+
+class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
+    """Make the KV cache and get ready."""
+
+    limits: MicrobatchLimits
+
+
+class CollectSpans(msgspec.Struct, frozen=True, array_like=True, tag="collect_spans"):
+    """Send the recorded spans that end at or after `since_s`."""
+
+    since_s: float
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """Leave."""
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """Show a sign of life."""
+
+
+ToWorker = Microbatch | Allocate | CollectSpans | Stop
+
+
+class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
+    """Progress while weights are read. The first one, with 0 bytes read, says that the process is up."""
+
+    stage_index: int
+    num_bytes_read: int
+    num_bytes_total: int
+
+
+class StageLoaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
+    """What a stage found out while loading.
+
+    Args:
+        weight_bytes: of its weights as they lie in memory.
+        free_bytes: memory free for the KV cache in its memory pool after loading.
+        memory_pool: stages with the same name share that memory.
+        dtype: the compute dtype it settled on.
+    """
+
+    stage_index: int
+    weight_bytes: int
+    free_bytes: int
+    memory_pool: str
+    dtype: str
+
+
+class Allocated(msgspec.Struct, frozen=True, array_like=True, tag="allocated"):
+    """The KV cache is there; microbatches may come."""
+
+    stage_index: int
+
+
+class Spans(msgspec.Struct, frozen=True, array_like=True, tag="spans"):
+    stage_index: int
+    spans: list[Span]
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
+    stage_index: int
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The stage raised and is leaving.
+
+    Args:
+        is_config_error: the operator's to mend, so `message` says everything and the traceback is noise.
+    """
+
+    stage_index: int
+    message: str
+    traceback: str
+    is_config_error: bool
+
+
+FromWorker = Loading | StageLoaded | Allocated | MicrobatchResult | Spans | Pong | Failed

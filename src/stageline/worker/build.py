@@ -1,0 +1,87 @@
+"""Builds a stage from a checkpoint: settles device and dtype, checks that the weights fit, reads them, reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.stage_tensors import stage_file_bytes, stage_weight_bytes
+from stageline.clock import Clock
+from stageline.errors import ConfigError
+from stageline.executor.messages import StageLoaded
+from stageline.pipeline.partition import StageLayers
+from stageline.timeline.recorder import Recorder
+from stageline.weights.reader import CheckpointReader
+from stageline.worker.device import free_memory_bytes, resolve_device, resolve_dtype
+from stageline.worker.stage import Stage
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_STEPS = 100
+
+
+def build_stage(
+    checkpoint: Checkpoint,
+    part: StageLayers,
+    *,
+    dtype: str,
+    device: str,
+    max_model_len: int,
+    clock: Clock,
+    recorder: Recorder,
+    on_progress: Callable[[int, int], None],
+) -> tuple[Stage, StageLoaded]:
+    """Read one stage's weights and make it ready for `allocate_kv`.
+
+    Args:
+        dtype, device: as asked for, "auto" included.
+        on_progress: called with (bytes read, bytes in all), first with 0 read.
+    Raises: ConfigError if the weights do not fit or cannot be read.
+    """
+    torch_device = resolve_device(device, part.stage_index)
+    torch_dtype, note = resolve_dtype(dtype, checkpoint.spec.dtype, torch_device)
+    if note and part.is_first:
+        logger.info(note)
+    holds = (part.layers, part.is_first, part.is_last)
+    weight_bytes = stage_weight_bytes(checkpoint, *holds, torch_dtype.itemsize)
+    free_bytes = free_memory_bytes(torch_device)
+    if weight_bytes > free_bytes:
+        raise ConfigError(
+            f"its weights take {weight_bytes:,} bytes, but {free_bytes:,} are free on {torch_device}; give it fewer layers "
+            f"with --pp-layer-partition, use more stages, or a smaller --dtype"
+        )
+    on_bytes = _in_steps(stage_file_bytes(checkpoint, *holds), on_progress)
+    with CheckpointReader(checkpoint, torch_dtype, torch_device, on_bytes) as reader:
+        stage = Stage(
+            checkpoint.spec,
+            part.layers,
+            reader,
+            max_model_len,
+            stage_index=part.stage_index,
+            clock=clock,
+            record=recorder.record,
+        )
+    report = StageLoaded(
+        stage_index=part.stage_index,
+        weight_bytes=weight_bytes,
+        free_bytes=free_memory_bytes(torch_device),
+        memory_pool=str(torch_device),
+        dtype=str(torch_dtype).removeprefix("torch."),
+    )
+    return stage, report
+
+
+def _in_steps(num_bytes_total: int, on_progress: Callable[[int, int], None]) -> Callable[[int], None]:
+    """Turns bytes just read into progress, reported about a hundred times in all."""
+    on_progress(0, num_bytes_total)
+    num_bytes_read = reported = 0
+
+    def on_bytes(num_bytes: int) -> None:
+        nonlocal num_bytes_read, reported
+        num_bytes_read += num_bytes
+        if (num_bytes_read - reported) * _PROGRESS_STEPS >= num_bytes_total or num_bytes_read == num_bytes_total:
+            reported = num_bytes_read
+            on_progress(num_bytes_read, num_bytes_total)
+
+    return on_bytes

@@ -1,0 +1,225 @@
+"""One stage's process: receive, forward, send, one microbatch after the other, in order. Decides nothing.
+
+Control messages come from the engine and activations from the stage before, each in order and on a socket of its own. A
+microbatch is prepared as soon as it is announced, usually before its activations are there, and runs when they are.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections import deque
+
+import msgspec
+import torch
+import zmq
+
+from stageline.checkpoint.open import open_checkpoint
+from stageline.clock import MonotonicClock
+from stageline.errors import ConfigError
+from stageline.executor.messages import (
+    Allocate,
+    Allocated,
+    CollectSpans,
+    Failed,
+    Loading,
+    Spans,
+    StageLoaded,
+    Stop,
+    ToWorker,
+    WorkerConfig,
+)
+from stageline.links.frames import MessageDecoder, activation_header, check_activation, encode_message
+from stageline.links.sockets import MAX_CONTROL_BYTES, Links
+from stageline.log import set_up_logging
+from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
+from stageline.pipeline.partition import StageLayers
+from stageline.timeline.recorder import Recorder
+from stageline.timeline.span import Span, SpanKind
+from stageline.worker.build import build_stage
+from stageline.worker.device import set_threads
+from stageline.worker.responder import start_responder
+from stageline.worker.stage import PreparedMicrobatch, Stage
+
+_LAST_WORDS_S = 2.0
+
+
+def main() -> int:
+    """Run a stage until it is told to stop. Returns: the exit status."""
+    config = _read_config()
+    set_up_logging(config.log_level, config.stage_index)
+    _bind(config)
+    links = Links()
+    engine = links.sender(config.engine_address)
+    try:
+        control = links.receiver(config.control_address)
+        start_responder(links, config.stage_index, config.ping_address, config.engine_address)
+        Worker(config, links, control, engine).run()
+        return 0
+    except BaseException as error:
+        engine.send(encode_message(_last_words(config.stage_index, error)))
+        return 1
+    finally:
+        links.close(linger_s=_LAST_WORDS_S)
+
+
+def _read_config() -> WorkerConfig:
+    """The engine writes the length and the configuration, then keeps the pipe open as long as it lives."""
+    num_bytes = int.from_bytes(_read_exactly(8), "little")
+    return msgspec.msgpack.decode(_read_exactly(num_bytes), type=WorkerConfig)
+
+
+def _read_exactly(num_bytes: int) -> bytes:
+    body = b""
+    while len(body) < num_bytes:
+        part = os.read(sys.stdin.fileno(), num_bytes - len(body))
+        if not part:
+            sys.exit("a stage's process is started by the engine, not by hand")
+        body += part
+    return body
+
+
+def _bind(config: WorkerConfig) -> None:
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)
+    set_threads(config.num_threads)
+
+
+def _last_words(stage_index: int, error: BaseException) -> Failed:
+    return Failed(
+        stage_index=stage_index,
+        message=f"{error}" if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        is_config_error=isinstance(error, ConfigError),
+    )
+
+
+class Worker:
+    """Loads one stage and runs what the engine announces."""
+
+    def __init__(
+        self, config: WorkerConfig, links: Links, control: zmq.Socket[bytes], engine: zmq.Socket[bytes]
+    ) -> None:
+        self._config = config
+        self._links = links
+        self._control = control
+        self._engine = engine
+        self._clock = MonotonicClock()
+        self._recorder = Recorder()
+        self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
+        self._prepared: deque[PreparedMicrobatch] = deque()
+        self._num_received = 0
+        self._num_sent = 0
+        self._is_stopping = False
+        self._poller = zmq.Poller()
+        self._poller.register(control, zmq.POLLIN)
+
+    def run(self) -> None:
+        self._stage, report = self._load()
+        self._open_neighbours()
+        self._engine.send(encode_message(report))
+        while True:
+            wait_start_s = self._clock.now_s()
+            hidden_states = self._wait_for_work()
+            if self._is_stopping:
+                return
+            prepared = self._prepared.popleft()
+            self._record("receive_wait", prepared.microbatch, wait_start_s)
+            self._send(prepared.microbatch, self._stage.run(prepared, hidden_states))
+
+    def _load(self) -> tuple[Stage, StageLoaded]:
+        config = self._config
+        stage = StageLayers(
+            stage_index=config.stage_index,
+            layers=range(config.first_layer, config.end_layer),
+            is_first=config.stage_index == 0,
+            is_last=config.stage_index == config.num_stages - 1,
+        )
+        return build_stage(
+            open_checkpoint(config.model),
+            stage,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            clock=self._clock,
+            recorder=self._recorder,
+            on_progress=lambda read, total: self._engine.send(
+                encode_message(Loading(config.stage_index, read, total))
+            ),
+        )
+
+    def _open_neighbours(self) -> None:
+        """Receive before sending: the socket for activations is bound before the engine hears that this stage is ready."""
+        self._input = self._output = None
+        if self._config.input_address is not None:
+            self._input = self._links.receiver(self._config.input_address, MAX_CONTROL_BYTES)
+            self._poller.register(self._input, zmq.POLLIN)
+        if self._config.output_address is not None:
+            self._output = self._links.sender(self._config.output_address)
+
+    def _wait_for_work(self) -> torch.Tensor | None:
+        """Return when the oldest announced microbatch can run, with its input; None on the first stage or when stopping."""
+        while True:
+            can_run = bool(self._prepared) and self._input is None
+            ready = dict(self._poller.poll(0 if can_run else None))
+            if self._control in ready:
+                self._take_control()
+                if self._is_stopping:
+                    return None
+            elif can_run:
+                return None
+            if self._input is not None and self._prepared and self._input in ready:
+                return self._receive_activation(self._prepared[0])
+
+    def _take_control(self) -> None:
+        message = self._decoder.decode(self._control.recv())
+        if isinstance(message, Microbatch):
+            self._prepared.append(self._stage.prepare(message))
+        elif isinstance(message, Allocate):
+            self._stage.allocate_kv(message.limits)
+            self._engine.send(encode_message(Allocated(self._config.stage_index)))
+        elif isinstance(message, CollectSpans):
+            spans = self._recorder.spans(message.since_s)
+            self._engine.send(encode_message(Spans(self._config.stage_index, spans)))
+        elif isinstance(message, Stop):
+            self._is_stopping = True
+
+    def _receive_activation(self, prepared: PreparedMicrobatch) -> torch.Tensor:
+        """The stage before's output for this microbatch, still in the frame it came in."""
+        assert self._input is not None
+        expected = self._stage.expected_input(prepared.microbatch)
+        assert expected is not None
+        shape, dtype = expected
+        frames = [frame.buffer for frame in self._input.recv_multipart(copy=False)]
+        microbatch = prepared.microbatch
+        body = check_activation(
+            frames, microbatch.epoch, microbatch.number, self._num_received, shape[0] * shape[1] * dtype.itemsize
+        )
+        self._num_received += 1
+        return torch.frombuffer(body, dtype=dtype).view(shape)
+
+    def _send(self, microbatch: Microbatch, output: torch.Tensor | MicrobatchResult) -> None:
+        start_s = self._clock.now_s()
+        if isinstance(output, MicrobatchResult):
+            self._engine.send(encode_message(output))
+        else:
+            assert self._output is not None
+            header = activation_header(microbatch.epoch, microbatch.number, self._num_sent)
+            body = memoryview(output.contiguous().view(torch.uint8).cpu().numpy())
+            self._output.send_multipart([header, body], copy=False)
+            self._num_sent += 1
+        self._record("send", microbatch, start_s)
+
+    def _record(self, kind: SpanKind, microbatch: Microbatch, start_s: float) -> None:
+        self._recorder.record(
+            Span(
+                stage_index=self._config.stage_index,
+                microbatch=microbatch.number,
+                kind=kind,
+                start_s=start_s,
+                end_s=self._clock.now_s(),
+                num_tokens=microbatch.num_tokens,
+                num_rows=microbatch.num_rows,
+            )
+        )
