@@ -129,7 +129,8 @@ class TorchPagedAttention:
         num_rows, num_kv_heads, head_dim = group.tokens.shape[0], cache.keys.shape[1], cache.keys.shape[3]
         grouped = queries.index_select(0, group.tokens).view(num_rows, num_kv_heads, -1, head_dim)
         keys = _gather(cache.keys, group.runs, num_rows)
-        scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scale).masked_fill_(group.is_hidden, -math.inf)
+        scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scale)
+        scores.masked_fill_(group.is_hidden, -math.inf)
         weights = torch.softmax(scores, -1).to(queries.dtype)
         result = torch.matmul(weights, _gather(cache.values, group.runs, num_rows))
         attended.index_copy_(0, group.tokens, result.view(num_rows, -1, head_dim))
