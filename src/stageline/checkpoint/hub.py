@@ -53,7 +53,7 @@ def resolve_hub_model(hub_id: str) -> Path:
     except Exception as error:  # offline mode, DNS, proxies and HTTP errors have no common base class
         raise CheckpointError(
             f"{hub_id!r} is not a path that exists and is not whole in the local cache, and the hub cannot be reached "
-            f"({type(error).__name__}: {error}); download it where there is a network and give its directory"
+            f"({type(error).__name__}: {_first_line(error)}); download it where there is a network and give its directory"
         ) from error
 
 
@@ -65,3 +65,7 @@ def _is_complete(directory: Path) -> bool:
         return (directory / "model.safetensors").is_file()
     weight_map = read_json_object(index).get("weight_map")
     return isinstance(weight_map, dict) and all((directory / str(shard)).is_file() for shard in weight_map.values())
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "").rstrip(". ")
