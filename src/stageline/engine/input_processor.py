@@ -110,7 +110,7 @@ class InputProcessor:
 
     def _prompt_token_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            field, token_ids = "prompt", self._tokenizer.encode(prompt) if prompt else []
+            field, token_ids = "prompt", self._encoded(prompt)
         else:
             field, token_ids = "prompt_token_ids", list(prompt)
         if not token_ids:
@@ -128,6 +128,14 @@ class InputProcessor:
                 field,
             )
         return token_ids
+
+    def _encoded(self, prompt: str) -> list[int]:
+        """Token ids; none for an empty text, also where the tokenizer would put a special token before it."""
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is no Unicode text: {error.reason} at {error.start}", "prompt") from error
+        return self._tokenizer.encode(prompt) if prompt else []
 
     def _sampler(self, params: SamplingParams, end_token_ids: tuple[int, ...]) -> SamplerSpec:
         """The part the last stage needs, for the first completion; a missing seed is 0."""
