@@ -21,8 +21,9 @@ def test_a_plain_llama_is_read_with_all_its_numbers(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(write_hf_directory(tmp_path)))
     spec = checkpoint.spec
     assert (spec.family, spec.num_layers, spec.hidden_size, spec.num_heads, spec.num_kv_heads) == ("llama", 3, 64, 4, 2)
-    assert (spec.head_dim, spec.intermediate_size, spec.vocab_size, spec.max_position_embeddings) == (16, 96, VOCAB, 512)
-    assert (spec.rms_norm_eps, spec.rope, spec.tie_word_embeddings, spec.sliding_window) == (1e-5, RopeSpec(), False, None)
+    assert (spec.head_dim, spec.intermediate_size, spec.vocab_size) == (16, 96, VOCAB)
+    assert (spec.max_position_embeddings, spec.rms_norm_eps, spec.rope) == (512, 1e-5, RopeSpec())
+    assert (spec.tie_word_embeddings, spec.sliding_window) == (False, None)
     assert spec.dtype == "float32"
     assert {name: entry.shape for name, entry in checkpoint.tensors.items()} == tensor_shapes()
     assert not checkpoint.is_gguf
@@ -75,7 +76,8 @@ def test_mistral_has_the_window_it_says(tmp_path: Path, value: Any, expected: in
 
 def test_end_of_sequence_ids_of_both_files_are_merged(tmp_path: Path) -> None:
     write_hf_directory(tmp_path, {"eos_token_id": 7, "bos_token_id": 1})
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 7], "temperature": 0.6, "top_k": 5}))
+    generation_config = {"eos_token_id": [9, 7], "temperature": 0.6, "top_k": 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation_config))
     checkpoint = open_checkpoint(str(tmp_path))
     assert (checkpoint.spec.eos_token_ids, checkpoint.spec.bos_token_id) == ((7, 9), 1)
     defaults = generation_defaults(checkpoint)
@@ -88,7 +90,9 @@ def test_the_dtype_is_the_config_s_or_else_the_weights_own(tmp_path: Path, key: 
     assert open_checkpoint(str(write_hf_directory(tmp_path / "b", dtype="BF16"))).spec.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "architectures"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "architectures"]
+)
 def test_a_missing_key_names_itself(tmp_path: Path, key: str) -> None:
     with pytest.raises(CheckpointError, match=key):
         spec_of(tmp_path, **{key: ...})
@@ -119,7 +123,9 @@ def test_a_missing_key_names_itself(tmp_path: Path, key: str) -> None:
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_numbers(tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+def test_what_cannot_work_is_refused_with_the_numbers(
+    tmp_path: Path, changes: dict[str, Any], words: list[str]
+) -> None:
     with pytest.raises(CheckpointError) as error:
         spec_of(tmp_path, **changes)
     for word in words:

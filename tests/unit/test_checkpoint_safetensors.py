@@ -56,7 +56,9 @@ def test_a_header_that_cannot_be_is_refused(tmp_path: Path, header: dict[str, An
         read_safetensors_index(write_raw_safetensors(tmp_path / "m.safetensors", header, data))
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", struct.pack("<Q", 2**40) + b"{}", struct.pack("<Q", 5) + b"{", b"x" * 64])
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", struct.pack("<Q", 2**40) + b"{}", struct.pack("<Q", 5) + b"{", b"x" * 64]
+)
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(content)

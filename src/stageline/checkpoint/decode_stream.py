@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-# Tokens of context kept from the prompt.
+# Tokens of context kept from the prompt; more if they would begin in the middle of a character.
 PROMPT_CONTEXT_TOKENS = 6
+LONGEST_PROMPT_CONTEXT_TOKENS = 32
 # Bytes that never become text, from a model that emits noise, are given out as they are rather than held for ever.
 LONGEST_WINDOW_TOKENS = 64
 
@@ -23,9 +24,11 @@ class DecodeStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = list(prompt_token_ids[-PROMPT_CONTEXT_TOKENS:])
-        self._num_context = len(self._window)
-        self._num_emitted = _num_settled(decode(self._window)) if self._window else 0
+        self._window = _prompt_context(decode, prompt_token_ids)
+        text = decode(self._window)
+        self._num_emitted = _num_settled(text)
+        # A prompt that ends inside a character is no place where later context may begin.
+        self._num_context = len(self._window) if self._num_emitted == len(text) else 0
 
     def step(self, token_id: int) -> str:
         """Returns: the new text that is complete; often empty while a character is unfinished."""
@@ -54,6 +57,15 @@ class DecodeStream:
         self._window = self._window[self._num_context :]
         self._num_context = len(self._window)
         self._num_emitted = len(self._decode(self._window))
+
+
+def _prompt_context(decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int]) -> list[int]:
+    """The last few tokens, from the beginning of a character on."""
+    for num_tokens in range(PROMPT_CONTEXT_TOKENS, LONGEST_PROMPT_CONTEXT_TOKENS):
+        context = list(prompt_token_ids[-num_tokens:])
+        if num_tokens >= len(prompt_token_ids) or not decode(context).startswith(REPLACEMENT):
+            break
+    return context
 
 
 def _num_settled(text: str) -> int:

@@ -53,7 +53,7 @@ def resolve_hub_model(hub_id: str) -> Path:
     except Exception as error:  # offline mode, DNS, proxies and HTTP errors have no common base class
         raise CheckpointError(
             f"{hub_id!r} is not a path that exists and is not whole in the local cache, and the hub cannot be reached "
-            f"({type(error).__name__}: {_first_line(error)}); download it where there is a network and give its directory"
+            f"({type(error).__name__}: {_first_line(error)}); download it elsewhere and give its directory"
         ) from error
 
 
