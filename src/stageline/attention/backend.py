@@ -50,7 +50,7 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Computes causal attention over a paged cache. One instance per process; it keeps no state between calls."""
+    """Computes causal attention over a paged cache. One per stage; what it keeps between calls only saves time."""
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
         """Write the new tokens' keys and values, [tokens, num_kv_heads, head_dim], into their slots."""

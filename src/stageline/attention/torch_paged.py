@@ -88,10 +88,7 @@ class _Plan:
 
 
 class TorchPagedAttention:
-    """The torch implementation of `AttentionBackend`; see there for shapes.
-
-    It keeps the latest microbatch's plan; the result does not depend on it.
-    """
+    """The torch implementation of `AttentionBackend`; see there for shapes. Keeps the latest microbatch's plan."""
 
     def __init__(self, device: torch.device, working_set: WorkingSet | None = None) -> None:
         self._working_set = working_set or WorkingSet.of(device)
@@ -127,12 +124,10 @@ class TorchPagedAttention:
         self, queries: torch.Tensor, attended: torch.Tensor, group: _DecodeGroup, cache: LayerCache, scale: float
     ) -> None:
         num_rows, num_kv_heads, head_dim = group.tokens.shape[0], cache.keys.shape[1], cache.keys.shape[3]
-        grouped = queries.index_select(0, group.tokens).view(num_rows, num_kv_heads, -1, head_dim)
+        grouped = queries.index_select(0, group.tokens).mul_(scale).view(num_rows, num_kv_heads, -1, head_dim)
         keys = _gather(cache.keys, group.runs, num_rows)
-        scores = torch.matmul(grouped, keys.transpose(2, 3)).float().mul_(scale)
-        scores.masked_fill_(group.is_hidden, -math.inf)
-        weights = torch.softmax(scores, -1).to(queries.dtype)
-        result = torch.matmul(weights, _gather(cache.values, group.runs, num_rows))
+        scores = torch.matmul(grouped, keys.transpose(2, 3)).masked_fill_(group.is_hidden, -math.inf)
+        result = torch.matmul(torch.softmax(scores, -1), _gather(cache.values, group.runs, num_rows))
         attended.index_copy_(0, group.tokens, result.view(num_rows, -1, head_dim))
 
     def _attend_prefill(
@@ -144,23 +139,19 @@ class TorchPagedAttention:
         scale: float,
         sliding_window: int | None,
     ) -> None:
-        num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
         keys = _gather(cache.keys, row.runs, 1)[0]
         values = _gather(cache.values, row.runs, 1)[0]
         tile_tokens = self._tile_tokens(queries.shape[1], keys.shape[1])
         for first in range(row.first_token, row.end_token, tile_tokens):
             end = min(first + tile_tokens, row.end_token)
             position = row.first_position + first - row.first_token
-            seen = _seen_keys(position, end - first, row.first_key, sliding_window)
-            tile = queries[first:end].view(end - first, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
-            num_groups = tile.shape[1]
-            tile = tile.reshape(num_kv_heads, -1, head_dim)
-            scores = torch.matmul(tile, keys[:, seen].transpose(1, 2)).float().mul_(scale)
-            scores = scores.view(num_kv_heads, num_groups, end - first, -1)
-            self._hide_keys(scores, position, row.first_key + seen.start, sliding_window)
-            weights = torch.softmax(scores, -1).to(queries.dtype).view(num_kv_heads, tile.shape[1], -1)
-            result = torch.matmul(weights, values[:, seen]).view(num_kv_heads, num_groups, end - first, head_dim)
-            attended[first:end].view(end - first, num_kv_heads, num_groups, head_dim).copy_(result.permute(2, 0, 1, 3))
+            first_key = _first_seen_key(position, sliding_window)
+            seen = slice(first_key - row.first_key, position + end - first - row.first_key)
+            scores = _tile_scores(queries[first:end], keys[:, seen], scale)
+            self._hide_keys(scores, position, first_key, sliding_window)
+            weights = torch.softmax(scores, -1).flatten(1, 2)
+            result = torch.matmul(weights, values[:, seen]).view(*scores.shape[:3], -1)
+            attended[first:end].view(end - first, *scores.shape[:2], -1).copy_(result.permute(2, 0, 1, 3))
 
     def _hide_keys(self, scores: torch.Tensor, position: int, first_key: int, sliding_window: int | None) -> None:
         """Put minus infinity where a query may not look.
@@ -293,10 +284,19 @@ def _gather(blocks: torch.Tensor, runs: torch.Tensor, num_rows: int) -> torch.Te
     return flat.index_select(0, runs).view(num_rows, num_kv_heads, -1, head_dim)
 
 
+def _tile_scores(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scaled products of a tile's queries with the keys that one of them may see.
+
+    Args:
+        queries: [tokens, num_heads, head_dim].
+        keys: [num_kv_heads, keys, head_dim].
+    Returns: [num_kv_heads, heads per key head, tokens, keys].
+    """
+    num_tokens, num_kv_heads, head_dim = queries.shape[0], keys.shape[0], keys.shape[2]
+    grouped = (queries.view(num_tokens, num_kv_heads, -1, head_dim) * scale).permute(1, 2, 0, 3)
+    scores = torch.matmul(grouped.reshape(num_kv_heads, -1, head_dim), keys.transpose(1, 2))
+    return scores.view(num_kv_heads, -1, num_tokens, keys.shape[1])
+
+
 def _first_seen_key(position: int, sliding_window: int | None) -> int:
     return 0 if sliding_window is None else max(0, position - sliding_window + 1)
-
-
-def _seen_keys(position: int, num_tokens: int, first_key: int, sliding_window: int | None) -> slice:
-    """The gathered keys that some of the tokens from `position` on can see; the first gathered is `first_key`."""
-    return slice(_first_seen_key(position, sliding_window) - first_key, position + num_tokens - first_key)

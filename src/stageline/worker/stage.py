@@ -71,7 +71,7 @@ class Stage:
         self.dtype = reader.dtype
         with torch.inference_mode():
             self._decoder = DecoderStage(spec, layers, reader, select_backend(self.device), max_model_len)
-        self._sampler = Sampler(spec.vocab_size, self.device) if self._decoder.is_last else None
+        self._sampler: Sampler | None = None
         self._limits: MicrobatchLimits | None = None
         self._buffers: InputBuffers | None = None
         self._caches: list[LayerCache] = []
@@ -93,8 +93,7 @@ class Stage:
             )
         self._limits = limits
         self._buffers = InputBuffers(limits, self.device)
-        if self.is_last:
-            self._sampler = Sampler(self._spec.vocab_size, self.device)
+        self._sampler = Sampler(self._spec.vocab_size, self.device) if self.is_last else None
 
     def expected_input(self, microbatch: Microbatch) -> tuple[tuple[int, int], torch.dtype] | None:
         """Shape and dtype of the hidden states that the microbatch brings; None on the first stage."""
