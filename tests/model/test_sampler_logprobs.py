@@ -42,6 +42,17 @@ def test_the_chosen_token_comes_first_then_the_likeliest() -> None:
         _check(described, logits[row], tokens[row], specs[row].num_logprobs)
 
 
+def test_rules_do_not_show_in_the_logprobs_when_every_row_asks() -> None:
+    spec = SamplerSpec(seed=1, num_logprobs=3, allowed_token_ids=(3, 4))
+    logits = random_logits(1, VOCAB_SIZE, seed=1)
+    sampler = Sampler(VOCAB_SIZE, torch.device("cpu"))
+    microbatch = microbatch_of([spec], [[1, 2]], [2])
+    sampler.apply(microbatch)
+    tokens, logprobs = sampler.sample(microbatch, logits.clone())
+    assert logprobs[0] is not None
+    _check(logprobs[0], logits[0], tokens[0], 3)
+
+
 def test_no_row_asking_means_no_logprobs() -> None:
     sampler = Sampler(VOCAB_SIZE, torch.device("cpu"))
     microbatch = microbatch_of([SamplerSpec(seed=1, temperature=1.0)], [[1, 2]], [2])

@@ -67,8 +67,8 @@ class Sampler:
             return token_ids, []
         told = [index for index, row in enumerate(rows) if row.spec.num_logprobs >= 0]
         unchanged = select_rows(logits, told)
-        if told and any(row.spec.changes_logits for row in rows):
-            unchanged = unchanged.clone()
+        if unchanged is logits and any(row.spec.changes_logits for row in rows):
+            unchanged = logits.clone()
         change_logits(logits, rows)
         token_ids = choose(logits, [row.spec for row in rows], [row.output_index for row in rows])
         for row, token_id in zip(rows, token_ids, strict=True):
