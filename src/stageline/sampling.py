@@ -128,8 +128,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             _check_token_id("logit_bias", token_id, vocab_size)
             _check_number("logit_bias", bias, -100.0, 100.0)
         for field in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in _entries(field, getattr(self, field)):
-                _check_token_id(field, token_id, vocab_size)
+            for entry in _entries(field, getattr(self, field)):
+                _check_token_id(field, entry, vocab_size)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids is empty; name some tokens or leave it out", "allowed_token_ids")
 
