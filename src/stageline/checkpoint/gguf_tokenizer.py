@@ -193,11 +193,11 @@ def _merges_of_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[tupl
 
 def _add_special_tokens(backend: Tokenizer, vocabulary: _Vocabulary) -> None:
     """Tokens that are found whole in text: control tokens are special, user-defined ones are not."""
-    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        if kind in (_CONTROL, _UNKNOWN):
-            backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
-        elif kind == _USER_DEFINED:
-            backend.add_tokens([AddedToken(token, normalized=False, special=False)])
+    typed = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
+    special = [token for token, kind in typed if kind in (_CONTROL, _UNKNOWN)]
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    user_defined = [token for token, kind in typed if kind == _USER_DEFINED]
+    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in user_defined])
 
 
 def _special_tokens(fields: Fields, vocabulary: _Vocabulary) -> dict[str, str]:
