@@ -18,11 +18,11 @@ from stageline.timeline.view import format_report
 NUM_STAGES = 2
 QUESTIONS = (
     "What is the capital of France?",
-    "Name the three primary colours.",
+    "What is the opposite of hot?",
+    "How many days are in a week?",
     "Write one sentence about the sea.",
-    "What is two plus three?",
-    "Why is the sky blue? Answer in two sentences.",
-    "Translate 'good morning' into Spanish.",
+    "What do bees make?",
+    "Why do we need sleep?",
 )
 
 
@@ -36,7 +36,7 @@ def find_model() -> Path:
 def main() -> None:
     set_up_logging()
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    params = SamplingParams(temperature=0.0, max_tokens=80)
+    params = SamplingParams(temperature=0.0, max_tokens=64)
     with LLM(str(find_model()), pipeline_parallel_size=NUM_STAGES, max_model_len=2048) as llm:
         start_s = llm.clock.now_s()
         outputs = llm.chat(conversations, params, use_tqdm=sys.stderr.isatty())

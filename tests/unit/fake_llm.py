@@ -66,7 +66,8 @@ class FakeLLM:
             raise RequestError(f"{len(words)} tokens are too many", "prompt")
         try:
             for end in range(1, len(words) + 1):
-                yield self._completed(0, None, [1] * 4, " ".join(words[:end]), end, 1)
+                new_text = words[end - 1] if end == 1 else f" {words[end - 1]}"
+                yield self._completed(0, None, [1] * 4, " ".join(words[:end]), end, 1, new_text)
         finally:
             self.num_streams_closed += 1
 
@@ -87,12 +88,13 @@ class FakeLLM:
         return self._completed(number, prompt, prompt_ids, text, num_tokens, params.n)
 
     def _completed(
-        self, number: int, prompt: Any, prompt_ids: list[int], text: str, num_tokens: int, n: int
+        self, number: int, prompt: Any, prompt_ids: list[int], text: str, num_tokens: int, n: int, new_text: str = ""
     ) -> RequestOutput:
         start_s = self.clock.time_s
         self.clock.time_s += num_tokens * 0.01
         timings = RequestTimings(start_s, start_s, start_s + 0.01, self.clock.time_s)
         completions = [
-            CompletionOutput(index, text, [2] * num_tokens, "length", None, None, None, timings) for index in range(n)
+            CompletionOutput(index, text, [2] * num_tokens, "length", None, None, None, timings, new_text)
+            for index in range(n)
         ]
         return RequestOutput(str(number), prompt, prompt_ids, None, completions, True)

@@ -78,9 +78,8 @@ class Conversation:
         stream = cast("Generator[RequestOutput, None, None]", self._llm.stream_chat(asked, self._params))
         with contextlib.closing(stream) as outputs:
             for output in outputs:
-                grown = output.outputs[0].text
-                yield grown[len(answer) :]
-                answer = grown
+                answer += output.outputs[0].new_text
+                yield output.outputs[0].new_text
                 if is_stopped():
                     break
         self.messages = [*asked, {"role": "assistant", "content": answer}]
@@ -88,11 +87,8 @@ class Conversation:
 
 def _converse(conversation: Conversation, prompt: str) -> None:
     while True:
-        try:
-            line = input(prompt).strip()
-        except EOFError:
-            if prompt:
-                print()
+        line = _read_line(prompt)
+        if line is None:
             return
         if line in ("/exit", "/quit"):
             return
@@ -102,6 +98,18 @@ def _converse(conversation: Conversation, prompt: str) -> None:
             print(f"unknown command {line.split()[0]}: {_COMMANDS}", file=sys.stderr)
         elif line:
             _print_answer(conversation, line)
+
+
+def _read_line(prompt: str) -> str | None:
+    """What was typed; None at the end of the input."""
+    try:
+        return input(prompt).strip()
+    except (EOFError, KeyboardInterrupt) as end:
+        if prompt:
+            print()
+        if isinstance(end, KeyboardInterrupt):
+            raise
+        return None
 
 
 def _print_answer(conversation: Conversation, text: str) -> None:
