@@ -25,7 +25,8 @@ def _stageline(*argv: str, typed: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def test_generate_gives_the_same_tokens_on_one_stage_and_on_two(model: str) -> None:
-    shared = ["--prompt", "hello", "--prompt", "sea", "--json", "--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
+    shared = ["--prompt", "hello", "--prompt", "sea", "--json"]
+    shared += ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
     one = _stageline("generate", model, *shared, "--distributed-executor-backend", "in_process")
     two = _stageline("generate", model, *shared, "-pp", "2")
     assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
