@@ -50,9 +50,10 @@ class LLM:
         self.spec: ModelSpec = checkpoint.spec
         self.max_model_len = choose_max_model_len(self.config, checkpoint)
         self.tokenizer = load_tokenizer(checkpoint, self.config.tokenizer, self.config.chat_template)
-        self._defaults = generation_defaults(checkpoint)
-        self._inputs = InputProcessor(self.spec, self.tokenizer, self.max_model_len, self.config.seed)
-        self._outputs = OutputProcessor(self.tokenizer)
+        self._inputs = InputProcessor(
+            self.spec, self.tokenizer, self.max_model_len, self.config.seed, generation_defaults(checkpoint)
+        )
+        self._outputs = OutputProcessor(self.tokenizer, self.clock)
         self._unclaimed: dict[str, RequestOutput] = {}
         self._next_request = itertools.count()
         progress = LoadProgress(self.config.pipeline_parallel_size) if on_load_progress is None else None
@@ -122,7 +123,7 @@ class LLM:
 
         Raises: RequestError at once, not at the first step, if the request cannot be served.
         """
-        [request_id] = self._submit([prompt], [sampling_params or self.default_sampling_params()])
+        [request_id] = self._submit([prompt], [sampling_params or self.default_sampling_params()], True)
         return self._follow({request_id})
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -131,9 +132,7 @@ class LLM:
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's authors recommend, as far as they say; otherwise the defaults of `SamplingParams`."""
-        known = {name: getattr(self._defaults, name) for name in self._defaults.__struct_fields__}
-        known["max_tokens"] = known.pop("max_new_tokens")
-        return SamplingParams(**{name: value for name, value in known.items() if value is not None})
+        return self._inputs.default_params()
 
     # ---- what users look at ----
 
@@ -147,7 +146,7 @@ class LLM:
 
     # ---- requests on their way ----
 
-    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
+    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], is_streamed: bool) -> list[str]:
         """Queue all or none. Returns: the request ids."""
         prepared = []
         for prompt, its_params in zip(prompts, params, strict=True):
@@ -158,7 +157,8 @@ class LLM:
         try:
             for request_id, prompt, its_params, engine_requests in prepared:
                 text = prompt if isinstance(prompt, str) else None
-                self._outputs.add(request_id, text, engine_requests[0].prompt_token_ids, its_params, engine_requests)
+                token_ids = engine_requests[0].prompt_token_ids
+                self._outputs.add(request_id, text, token_ids, its_params, engine_requests, is_streamed)
                 submitted.append(request_id)
                 for engine_request in engine_requests:
                     self._core.add(engine_request)
@@ -168,13 +168,12 @@ class LLM:
         return submitted
 
     def _finish_all(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        request_ids = self._submit(prompts, params)
+        request_ids = self._submit(prompts, params, False)
         finished: dict[str, RequestOutput] = {}
         with tqdm(total=len(request_ids), desc="prompts", disable=None if use_tqdm else True, leave=False) as bar:
             for output in self._follow(set(request_ids)):
-                if output.is_finished:
-                    finished[output.request_id] = output
-                    bar.update()
+                finished[output.request_id] = output
+                bar.update()
         return [finished[request_id] for request_id in request_ids]
 
     def _follow(self, request_ids: set[str]) -> Iterator[RequestOutput]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
@@ -64,6 +66,16 @@ def _read_cgroup(name: str) -> str:
         return (_CGROUP / name).read_text().strip()
     except OSError:
         return ""
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A zeroed tensor. On a CPU its pages are the system's zero page until they are written, so a large one costs nothing
+    before it is used; `torch.zeros` would touch all of it.
+    """
+    if device.type == "cpu":
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def synchronise(device: torch.device) -> None:

@@ -8,7 +8,7 @@ from stageline.attention.backend import LayerCache
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.errors import ConfigError
 from stageline.kv.kv_size import kv_bytes_per_block
-from stageline.worker.device import free_memory_bytes
+from stageline.worker.device import free_memory_bytes, zeros
 
 
 def allocate_kv_tensors(
@@ -26,10 +26,10 @@ def allocate_kv_tensors(
         raise ConfigError(_does_not_fit(needed_bytes, free_bytes, num_blocks, num_layers, device))
     try:
         return [
-            LayerCache(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            LayerCache(zeros(shape, dtype, device), zeros(shape, dtype, device))
             for _ in range(num_layers)
         ]
-    except (torch.OutOfMemoryError, RuntimeError) as error:
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
         raise ConfigError(_does_not_fit(needed_bytes, free_bytes, num_blocks, num_layers, device)) from error
 
 

@@ -95,6 +95,11 @@ def _last_words(stage_index: int, error: BaseException) -> Failed:
     )
 
 
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor in row-major order, without a copy if it lies so on the host."""
+    return tensor.contiguous().cpu().view(torch.uint8).numpy().data
+
+
 class Worker:
     """Loads one stage and runs what the engine announces."""
 
@@ -206,8 +211,7 @@ class Worker:
         else:
             assert self._output is not None
             header = activation_header(microbatch.epoch, microbatch.number, self._num_sent)
-            body = memoryview(output.contiguous().view(torch.uint8).cpu().numpy())
-            self._output.send_multipart([header, body], copy=False)
+            self._output.send_multipart([header, tensor_bytes(output)], copy=False)
             self._num_sent += 1
         self._record("send", microbatch, start_s)
 

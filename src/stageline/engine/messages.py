@@ -1,1 +1,0 @@
-from stageline.request import EngineRequest as EngineRequest, RequestUpdate as RequestUpdate
