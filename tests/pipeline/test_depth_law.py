@@ -1,5 +1,5 @@
-"""The law: a request's greedy tokens are those of `transformers` in float32, however deep the pipeline, whatever runs the
-stages, however prompts are cut, whether prefixes are reused, whether memory forces requests out and back in.
+"""The law: a request's greedy tokens are those of `transformers` in float32, however deep the pipeline, whatever runs
+the stages, however prompts are cut, whether prefixes are reused, whether memory forces requests out and back in.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def test_seeded_tokens_do_not_depend_on_depth_batch_or_preemption(pipeline: Star
     mine = request("mine", PROMPTS["shares and goes on"], NUM_OUTPUT_TOKENS, sampler)
     alone = start_stages(tiny_llama, 1, "in_process")
     expected_tokens = run(alone, Case(), [mine])["mine"].token_ids
-    greedy = run(alone, Case(), [request("greedy", PROMPTS["shares and goes on"], NUM_OUTPUT_TOKENS)])["greedy"].token_ids
-    assert expected_tokens != greedy
+    greedy = run(alone, Case(), [request("greedy", PROMPTS["shares and goes on"], NUM_OUTPUT_TOKENS)])["greedy"]
+    assert expected_tokens != greedy.token_ids
     others = [
         request(name, prompt, NUM_OUTPUT_TOKENS, SamplerSpec(seed=index, temperature=1.0))
         for index, (name, prompt) in enumerate(PROMPTS.items())

@@ -1,8 +1,8 @@
-"""Stages without a model, for testing the scheduler: a cache of tokens instead of tensors, and a token for every prefix.
+"""Stages without a model, for testing the scheduler: a cache of tokens, not tensors, and a token for every prefix.
 
 What a stage would read from its KV cache is checked against the request's own tokens on every row, so a block that was
-handed out, shared or overwritten wrongly is noticed at the first read. The "model" is a hash of all tokens before, so the
-tokens of a request must be the same however it was cut, batched, preempted or resumed.
+handed out, shared or overwritten wrongly is noticed at the first read. The "model" is a hash of all tokens before, so
+the tokens of a request must be the same however it was cut, batched, preempted or resumed.
 """
 
 from __future__ import annotations

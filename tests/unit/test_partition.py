@@ -40,7 +40,7 @@ def test_every_layer_is_on_exactly_one_stage_and_sizes_differ_by_at_most_one(num
 
 def test_an_explicit_partition_is_taken_as_it_is():
     parts = partition_layers(30, 3, " 1, 28,1 ")
-    assert [part.layers for part in parts] == [range(0, 1), range(1, 29), range(29, 30)]
+    assert [part.layers for part in parts] == [range(1), range(1, 29), range(29, 30)]
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,15 @@ class EngineConfig:
         "multi_process", "one process per stage, or all stages in this process", choices=EXECUTORS, group="pipeline"
     )
     max_microbatches_in_flight: int | None = setting(
-        None, "most microbatches in the pipeline at once, at least the number of stages (default: the number of stages)",
+        None, "most microbatches in the pipeline at once, at least one per stage (default: one per stage)",
         group="pipeline", metavar="M",
     )
     threads_per_stage: int = setting(
         1, "intra-op threads of each stage's process on a CPU", group="pipeline", metavar="THREADS"
     )
-    bind_cores: bool = setting(True, "bind each stage's process to its own CPU cores when there are enough", group="pipeline")
+    bind_cores: bool = setting(
+        True, "bind each stage's process to its own CPU cores when there are enough", group="pipeline"
+    )
     heartbeat_timeout_s: float = setting(
         5.0, "a stage silent for this long is taken for lost", group="pipeline", metavar="SECONDS"
     )
@@ -109,8 +111,8 @@ class EngineConfig:
         window = self.max_microbatches_in_flight
         if window is not None and window < self.pipeline_parallel_size:
             raise ConfigError(
-                f"--max-microbatches-in-flight is {window} for {self.pipeline_parallel_size} stages; fewer than one per "
-                f"stage leaves stages idle: give at least {self.pipeline_parallel_size}"
+                f"--max-microbatches-in-flight is {window} for {self.pipeline_parallel_size} stages; fewer than one "
+                f"per stage leaves stages idle: give at least {self.pipeline_parallel_size}"
             )
         for name, choices in (("dtype", DTYPES), ("device", DEVICES), ("distributed_executor_backend", EXECUTORS)):
             if getattr(self, name) not in choices:

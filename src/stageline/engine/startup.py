@@ -54,8 +54,8 @@ def start_pipeline(
 ) -> Pipeline:
     """Bring a pipeline up.
 
-    Raises: ConfigError before anything starts for whatever can be known by then, or after loading if memory is short, with
-        everything stopped again; WorkerLost if a stage dies on the way.
+    Raises: ConfigError before anything starts for whatever can be known by then, or after loading if memory is short,
+        with everything stopped again; WorkerLost if a stage dies on the way.
     """
     config.check()
     max_model_len = choose_max_model_len(config, checkpoint)

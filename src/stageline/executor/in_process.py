@@ -1,4 +1,4 @@
-"""All stages in this process, one after the other: for one stage, for debugging and for tests. Same stages, same order."""
+"""All stages in this process, one after the other: the same stages in the same order, for debugging and for tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class InProcessExecutor:
-    """See `stageline.executor.executor.Executor`. A microbatch runs through all stages while its result is waited for."""
+    """See `stageline.executor.executor.Executor`. A microbatch runs through all stages while it is waited for."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """What goes over a socket: control messages as msgpack, activations as one raw frame behind a small fixed header.
 
-Nothing received is trusted: a control message is decoded into one of the types its reader expects, and an activation must
-be exactly the bytes that the microbatch promised, from the microbatch and place in line that were expected.
+Nothing received is trusted: a control message is decoded into one of the types its reader expects, and an activation
+must be exactly the bytes that the microbatch promised, from the microbatch and place in line that were expected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class MessageDecoder(Generic[Message]):
         try:
             return self._decoder.decode(frame)
         except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
-            raise FrameError(f"a control frame of {len(frame)} bytes is no message of the expected kind: {error}") from None
+            raise FrameError(f"a control frame of {len(frame)} bytes is no expected message: {error}") from None
 
 
 def encode_message(message: msgspec.Struct) -> bytes:
@@ -56,7 +56,7 @@ def check_activation(
     Raises: FrameError with what was expected and found.
     """
     if len(frames) != 2 or len(frames[0]) != _HEADER.size:
-        raise FrameError(f"an activation in {len(frames)} frames; expected a header of {_HEADER.size} bytes and a tensor")
+        raise FrameError(f"an activation in {len(frames)} frames; expected a {_HEADER.size}-byte header and a tensor")
     magic, *found = _HEADER.unpack(frames[0])
     expected = [epoch, microbatch, sequence]
     if magic != _MAGIC or found != expected:

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets as Stageline uses them: one-way pipes with bounded messages, closed without waiting for a dead peer."""
+"""ZeroMQ sockets as Stageline uses them: one-way pipes, bounded messages, no waiting for a dead peer."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ def build_stage(
     free_bytes = free_memory_bytes(torch_device)
     if weight_bytes > free_bytes:
         raise ConfigError(
-            f"its weights take {weight_bytes:,} bytes, but {free_bytes:,} are free on {torch_device}; give it fewer layers "
-            f"with --pp-layer-partition, use more stages, or a smaller --dtype"
+            f"its weights take {weight_bytes:,} bytes, but {free_bytes:,} are free on {torch_device}; give it fewer "
+            f"layers with --pp-layer-partition, use more stages, or a smaller --dtype"
         )
     on_bytes = _in_steps(stage_file_bytes(checkpoint, *holds), on_progress)
     with CheckpointReader(checkpoint, torch_dtype, torch_device, on_bytes) as reader:

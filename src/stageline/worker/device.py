@@ -69,8 +69,8 @@ def _read_cgroup(name: str) -> str:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor. On a CPU its pages are the system's zero page until they are written, so a large one costs nothing
-    before it is used; `torch.zeros` would touch all of it.
+    """A zeroed tensor. On a CPU its pages are the system's zero page until they are written, so a large one costs
+    nothing before it is used; `torch.zeros` would touch all of it.
     """
     if device.type == "cpu":
         num_bytes = math.prod(shape) * dtype.itemsize
