@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -77,3 +77,11 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput] = field(default_factory=list)
     is_finished: bool = False
+
+    def after(self, missed: RequestOutput) -> RequestOutput:
+        """This output for one who did not see the one before it: what was new then is still new."""
+        outputs = [
+            replace(now, new_text=before.new_text + now.new_text)
+            for before, now in zip(missed.outputs, self.outputs, strict=True)
+        ]
+        return replace(self, outputs=outputs)

@@ -9,15 +9,14 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from stageline.cli.opening import OpenLLM, SubParsers, add_command, open_llm
 from stageline.cli.sampling_flags import add_sampling_flags, sampling_params_from_args
 from stageline.config.flags import add_engine_flags, engine_config_from_args
 from stageline.errors import RequestError
-from stageline.outputs import RequestOutput
 from stageline.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -75,8 +74,7 @@ class Conversation:
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         answer = ""
-        stream = cast("Generator[RequestOutput, None, None]", self._llm.stream_chat(asked, self._params))
-        with contextlib.closing(stream) as outputs:
+        with contextlib.closing(self._llm.stream_chat(asked, self._params)) as outputs:
             for output in outputs:
                 answer += output.outputs[0].new_text
                 yield output.outputs[0].new_text

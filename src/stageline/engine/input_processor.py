@@ -111,8 +111,12 @@ class InputProcessor:
     def _prompt_token_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             field, token_ids = "prompt", self._encoded(prompt)
-        else:
+        elif isinstance(prompt, list | tuple):
             field, token_ids = "prompt_token_ids", list(prompt)
+        else:
+            raise RequestError(
+                f"the prompt is of type {type(prompt).__name__}; give a text or a list of token ids", "prompt"
+            )
         if not token_ids:
             raise RequestError("the prompt is empty; give at least one token", field)
         for token_id in token_ids:

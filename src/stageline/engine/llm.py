@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +14,11 @@ from stageline.checkpoint.model_spec import ModelSpec
 from stageline.checkpoint.tokenizer import load_tokenizer
 from stageline.clock import Clock, MonotonicClock
 from stageline.config.engine_config import EngineConfig
+from stageline.engine.frontend import Frontend, Prompt
 from stageline.engine.input_processor import InputProcessor
 from stageline.engine.load_progress import LoadProgress
 from stageline.engine.output_processor import OutputProcessor
+from stageline.engine.output_stream import OutputStream
 from stageline.engine.startup import choose_max_model_len, start_pipeline
 from stageline.errors import RequestError
 from stageline.executor.executor import OnProgress
@@ -25,7 +26,6 @@ from stageline.outputs import RequestOutput
 from stageline.sampling import SamplingParams
 from stageline.timeline.span import Span
 
-Prompt = str | list[int]
 Messages = list[dict[str, Any]]
 
 
@@ -53,9 +53,6 @@ class LLM:
         self._inputs = InputProcessor(
             self.spec, self.tokenizer, self.max_model_len, self.config.seed, generation_defaults(checkpoint)
         )
-        self._outputs = OutputProcessor(self.tokenizer, self.clock)
-        self._unclaimed: dict[str, RequestOutput] = {}
-        self._next_request = itertools.count()
         progress = LoadProgress(self.config.pipeline_parallel_size) if on_load_progress is None else None
         try:
             self._pipeline = start_pipeline(self.config, checkpoint, self.clock, on_load_progress or progress)
@@ -63,6 +60,7 @@ class LLM:
             if progress is not None:
                 progress.close()
         self._core = self._pipeline.core
+        self._frontend = Frontend(self._core, self._inputs, OutputProcessor(self.tokenizer, self.clock), self.clock)
 
     @classmethod
     def from_config(cls, config: EngineConfig, on_load_progress: OnProgress | None = None) -> LLM:
@@ -111,22 +109,23 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several: lists of {"role": ..., "content": ...}. See `generate`."""
-        many: Any = [messages] if not messages or isinstance(messages[0], dict) else messages
         prompts: list[Prompt] = [
             self.tokenizer.encode_chat(conversation, add_generation_prompt, **(chat_template_kwargs or {}))
-            for conversation in many
+            for conversation in _as_conversations(messages)
         ]
         return self._finish_all(prompts, _one_per_prompt(sampling_params, len(prompts), self), use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, giving the output so far each time it has grown. Closing the iterator aborts the request.
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> OutputStream:
+        """Complete one prompt, giving the output so far each time it has grown.
+
+        Closing or dropping the stream aborts the request. Several streams may be open, and `generate` called meanwhile.
 
         Raises: RequestError at once, not at the first step, if the request cannot be served.
         """
-        [request_id] = self._submit([prompt], [sampling_params or self.default_sampling_params()], True)
-        return self._follow({request_id})
+        params = _one_per_prompt(sampling_params, 1, self)
+        return OutputStream(self._frontend, self._frontend.submit([prompt], params, is_streamed=True))
 
-    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> OutputStream:
         """Answer one conversation as a stream; see `stream`."""
         return self.stream(self.tokenizer.encode_chat(messages), sampling_params)
 
@@ -144,83 +143,38 @@ class LLM:
         """What every stage and the engine did since then, on `clock`, as far as their rings remember."""
         return self._core.spans(since_s)
 
-    # ---- requests on their way ----
-
-    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], is_streamed: bool) -> list[str]:
-        """Queue all or none. Returns: the request ids."""
-        prepared = []
-        for prompt, its_params in zip(prompts, params, strict=True):
-            request_id = str(next(self._next_request))
-            engine_requests = self._inputs.process(request_id, prompt, its_params, self.clock.now_s())
-            prepared.append((request_id, prompt, its_params, engine_requests))
-        submitted: list[str] = []
-        try:
-            for request_id, prompt, its_params, engine_requests in prepared:
-                text = prompt if isinstance(prompt, str) else None
-                token_ids = engine_requests[0].prompt_token_ids
-                self._outputs.add(request_id, text, token_ids, its_params, engine_requests, is_streamed)
-                submitted.append(request_id)
-                for engine_request in engine_requests:
-                    self._core.add(engine_request)
-        except RequestError:
-            self._abort(submitted)
-            raise
-        return submitted
-
     def _finish_all(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        request_ids = self._submit(prompts, params, False)
+        request_ids = self._frontend.submit(prompts, params, is_streamed=False)
         finished: dict[str, RequestOutput] = {}
-        with tqdm(total=len(request_ids), desc="prompts", disable=None if use_tqdm else True, leave=False) as bar:
-            for output in self._follow(set(request_ids)):
+        with (
+            OutputStream(self._frontend, request_ids) as outputs,
+            tqdm(total=len(request_ids), desc="prompts", disable=None if use_tqdm else True, leave=False) as bar,
+        ):
+            for output in outputs:
                 finished[output.request_id] = output
                 bar.update()
         return [finished[request_id] for request_id in request_ids]
-
-    def _follow(self, request_ids: set[str]) -> Iterator[RequestOutput]:
-        """Run the engine until these requests are finished; outputs of others are kept for whoever follows them."""
-        pending = set(request_ids)
-        try:
-            while pending:
-                for output in self._take(pending):
-                    if output.is_finished:
-                        pending.discard(output.request_id)
-                    yield output
-        finally:
-            self._abort(pending)
-
-    def _take(self, request_ids: set[str]) -> list[RequestOutput]:
-        """New outputs of these requests: kept ones if there are any, else those of the engine's next step."""
-        kept = [self._unclaimed.pop(request_id) for request_id in self._unclaimed.keys() & request_ids]
-        if kept:
-            return kept
-        mine = []
-        for output in self._step():
-            if output.request_id in request_ids:
-                mine.append(output)
-            else:
-                self._unclaimed[output.request_id] = output
-        return mine
-
-    def _step(self) -> list[RequestOutput]:
-        processed = self._outputs.process(self._core.step())
-        for engine_request_id in processed.finished_early:
-            self._core.abort(engine_request_id)
-        return processed.outputs
-
-    def _abort(self, request_ids: Sequence[str] | set[str]) -> None:
-        for request_id in request_ids:
-            self._unclaimed.pop(request_id, None)
-            for engine_request_id in self._outputs.abort(request_id):
-                self._core.abort(engine_request_id)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several; a list of integers is one."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise RequestError(
+            f"prompts is of type {type(prompts).__name__}; give a text, a list of token ids, or a list of such prompts",
+            "prompt",
+        )
     if prompts and all(isinstance(entry, int) for entry in prompts):
-        return [list(prompts)]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+        return [list(prompts)]
+    return list(prompts)
+
+
+def _as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    """One conversation or several; a list of messages is one."""
+    if isinstance(messages, list | tuple) and messages and all(isinstance(entry, list | tuple) for entry in messages):
+        return list(messages)
+    return [messages]  # type: ignore[list-item]  # the template refuses what is no conversation
 
 
 def _one_per_prompt(
@@ -230,8 +184,14 @@ def _one_per_prompt(
         params = llm.default_sampling_params()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
+    if not isinstance(params, list | tuple) or not all(isinstance(entry, SamplingParams) for entry in params):
+        raise RequestError(
+            f"sampling_params is {params!r}; give SamplingParams(...), or a list of them, one per prompt",
+            "sampling_params",
+        )
     if len(params) != num_prompts:
         raise RequestError(
-            f"{len(params)} sampling_params for {num_prompts} prompts; give one for all or one for each", "sampling_params"
+            f"{len(params)} sampling_params for {num_prompts} prompts; give one for all or one for each",
+            "sampling_params",
         )
     return list(params)
