@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from stageline.errors import InternalError
 from stageline.kv.kv_cache_manager import BlockTable
 from stageline.outputs import FinishReason
+from stageline.pipeline.microbatch import PromptLogprobs
 from stageline.request import EngineRequest
+from stageline.sampling import TokenLogprobs
 
 
 @dataclass(eq=False)
@@ -21,6 +24,8 @@ class ScheduledRequest:
             the preemption can be told apart. 0 while the stages do not know it.
         num_computed_tokens: tokens covered by launched microbatches or by the prefix cache.
         num_in_flight: microbatches in flight that hold a row of it.
+        num_described_tokens: leading prompt tokens of which the client needs no log-probability any more; the first never
+            has one. A recomputation after a preemption describes them again.
     """
 
     asked: EngineRequest
@@ -30,6 +35,7 @@ class ScheduledRequest:
     request_number: int = 0
     num_computed_tokens: int = 0
     num_in_flight: int = 0
+    num_described_tokens: int = 1
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
@@ -47,6 +53,23 @@ class ScheduledRequest:
     def gap(self) -> int:
         """Known tokens that no microbatch covers yet: 0 waits for its token, 1 is a decode, more is a prefill."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def has_undescribed_tokens(self) -> bool:
+        """Log-probabilities of the prompt are wanted and not all delivered."""
+        return self.asked.sampler.num_prompt_logprobs >= 0 and self.num_described_tokens < self.num_prompt_tokens
+
+    def take_description(self, described: PromptLogprobs) -> list[TokenLogprobs]:
+        """What is new in a run of described prompt tokens. Runs come in order, but begin anew after a preemption."""
+        num_known = self.num_described_tokens - described.first_position
+        if num_known < 0:
+            raise InternalError(
+                f"request {self.asked.request_id}: prompt log-probabilities from position {described.first_position} "
+                f"on, but those from {self.num_described_tokens} on are missing"
+            )
+        new = described.positions[num_known:]
+        self.num_described_tokens += len(new)
+        return new
 
     def stop_cause(self, token_id: int) -> tuple[FinishReason, int | None] | None:
         """(finish reason, stop reason) if the request ends with this token as its latest, else None."""

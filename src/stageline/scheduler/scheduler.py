@@ -176,7 +176,7 @@ class Scheduler:
         while self._waiting and room > 0 and len(self._running) < self.limits.max_num_seqs:
             request = self._waiting[0]
             num_waiting_tokens = request.gap
-            if request.asked.sampler.num_prompt_logprobs < 0:
+            if not request.has_undescribed_tokens:
                 request.num_computed_tokens = self._kv.reuse_prefix(request.table, request.token_ids)
             num_tokens = self._chunk(request, room)
             if not self._has_blocks_for(request) or (
@@ -302,10 +302,10 @@ class Scheduler:
                 f"{microbatch}: {len(result.token_ids)} tokens for {len(microbatch.sampling_rows)} sampling rows"
             )
         news: dict[ScheduledRequest, _News] = {}
-        for prompt_logprobs in result.prompt_logprobs:
-            request = self._live(prompt_logprobs.request_number)
-            if request is not None:
-                news.setdefault(request, _News()).prompt_logprobs.extend(prompt_logprobs.positions)
+        for described in result.prompt_logprobs:
+            request = self._live(described.request_number)
+            if request is not None and (new := request.take_description(described)):
+                news.setdefault(request, _News()).prompt_logprobs.extend(new)
         for index, row in enumerate(microbatch.sampling_rows):
             request = self._live(microbatch.request_numbers[row])
             if request is not None:
