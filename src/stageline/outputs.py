@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -19,7 +21,11 @@ class Logprob:
 
 @dataclass(frozen=True)
 class RequestTimings:
-    """When things happened to a request, in seconds on the engine's clock; None while they have not."""
+    """When things happened to a request, in seconds on the engine's clock; None while they have not.
+
+    Args:
+        token_times_s: when the engine had each output token. The text of a token may come later, if it is held back.
+    """
 
     arrival_s: float
     first_scheduled_s: float | None = None
@@ -27,6 +33,12 @@ class RequestTimings:
     finished_s: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    token_times_s: Sequence[float] = ()
+
+    @property
+    def inter_token_s(self) -> list[float]:
+        """Times between one output token and the next (ITL); one fewer than there are tokens."""
+        return [later - earlier for earlier, later in pairwise(self.token_times_s)]
 
     @property
     def ttft_s(self) -> float | None:

@@ -35,6 +35,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: one per new token if the request asked for them, else empty.
         prompt_logprobs: of the prompt's tokens after the first, the next run of them as they become known.
         stop_reason: the stop token's id, if one ended it. The stop token is the last of `token_ids`.
+        time_s: when the engine had these news, on its clock.
         first_scheduled_s, first_token_s, finished_s: on the engine's clock, None while they have not happened.
     """
 
@@ -44,6 +45,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs]
     finish_reason: FinishReason | None
     stop_reason: int | None
+    time_s: float
     first_scheduled_s: float | None
     first_token_s: float | None
     finished_s: float | None

@@ -92,7 +92,8 @@ class FakeLLM:
     ) -> RequestOutput:
         start_s = self.clock.time_s
         self.clock.time_s += num_tokens * 0.01
-        timings = RequestTimings(start_s, start_s, start_s + 0.01, self.clock.time_s)
+        token_times_s = [start_s + (token + 1) * 0.01 for token in range(num_tokens)]
+        timings = RequestTimings(start_s, start_s, start_s + 0.01, self.clock.time_s, token_times_s=token_times_s)
         completions = [
             CompletionOutput(index, text, [2] * num_tokens, "length", None, None, None, timings, new_text)
             for index in range(n)

@@ -55,10 +55,11 @@ def test_the_warm_up_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert result["output_tokens_per_s"] == pytest.approx(100.0)
     assert result["ttft"]["p50_s"] == pytest.approx(0.01)
     assert result["tpot"]["p99_s"] == pytest.approx(0.01)
+    assert (result["itl"]["p50_s"], result["itl"]["p99_s"]) == pytest.approx((0.01, 0.01))
     assert [stage["busy_fraction"] for stage in result["stages"]] == pytest.approx([0.5, 0.5])
     assert result["config"]["pipeline_parallel_size"] == 2
     out = capsys.readouterr().out
-    for words in ("requests/s", "TTFT", "TPOT", "p99", "waiting for input", "blocked on output", "bubble"):
+    for words in ("requests/s", "TTFT", "TPOT", "ITL", "p99", "waiting for input", "blocked on output", "bubble"):
         assert words in out
 
 

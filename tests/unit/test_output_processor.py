@@ -45,6 +45,7 @@ def _update(token_ids: list[int], finish_reason: Any = None, request_id: str = "
         "logprobs": [],
         "prompt_logprobs": [],
         "stop_reason": None,
+        "time_s": 4.0,
         "first_scheduled_s": 2.0,
         "first_token_s": 3.0,
         "finished_s": None if finish_reason is None else 9.0,
@@ -267,6 +268,16 @@ def test_a_request_that_is_not_streamed_answers_once() -> None:
     (output,) = outputs
     assert [completion.token_ids for completion in output.outputs] == [[1, 2], [1, 2]]
     assert all(completion.new_text == completion.text for completion in output.outputs)
+
+
+def test_every_token_has_the_time_at_which_the_engine_had_it() -> None:
+    processor = _started(SamplingParams(stop=["END"]))
+    processor.process([_update(TOKENIZER.encode("xE"), time_s=4.0)])
+    processor.process([_update(TOKENIZER.encode("N"), time_s=5.5)])
+    completion = _only(processor.process([_update(TOKENIZER.encode("Dz"), time_s=7.5)]))
+    assert completion.text == "x"
+    assert list(completion.timings.token_times_s) == [4.0, 4.0, 5.5, 7.5]
+    assert completion.timings.inter_token_s == [0.0, 1.5, 2.0]
 
 
 def test_an_aborted_request_names_what_still_runs_and_is_forgotten() -> None:

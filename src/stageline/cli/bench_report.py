@@ -74,6 +74,11 @@ class BenchReport:
         return Percentiles.of([time_s for time_s in times if time_s is not None])
 
     @property
+    def itl(self) -> Percentiles | None:
+        """Time from one output token to the next, over all pairs of all requests."""
+        return Percentiles.of([time_s for one in self._completions for time_s in one.timings.inter_token_s])
+
+    @property
     def batch(self) -> Percentiles | None:
         return Percentiles.of(self.batch_times_s)
 
@@ -96,6 +101,7 @@ class BenchReport:
             "batch_times_s": list(self.batch_times_s),
             "ttft": msgspec.to_builtins(self.ttft),
             "tpot": msgspec.to_builtins(self.tpot),
+            "itl": msgspec.to_builtins(self.itl),
             "window_s": self.pipeline.window_s,
             "bubble_fraction": self.pipeline.bubble_fraction,
             "slowest_stage": self.pipeline.slowest_stage,
@@ -124,6 +130,7 @@ def format_bench_report(report: BenchReport) -> str:
         f"{'milliseconds':<12}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p99")),
         _percentile_row("TTFT", report.ttft),
         _percentile_row("TPOT", report.tpot),
+        _percentile_row("ITL", report.itl),
     ]
     if report.mode == "latency":
         lines.append(_percentile_row("batch", report.batch))

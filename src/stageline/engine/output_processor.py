@@ -162,6 +162,7 @@ class _Completion:
         self._text = ""
         self._new_pieces: list[str] = []
         self._token_ids: list[int] = []
+        self._token_times_s: list[float] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._cumulative_logprob = 0.0
         self._stop_reason: int | str | None = None
@@ -173,7 +174,7 @@ class _Completion:
         self.finished_s = update.finished_s
         last = len(update.token_ids) - 1
         for place, token_id in enumerate(update.token_ids):
-            self._add_token(token_id, update.logprobs[place] if update.logprobs else None)
+            self._add_token(token_id, update.time_s, update.logprobs[place] if update.logprobs else None)
             if place == last and update.finish_reason == "stop" and not self._is_stop_included:
                 continue
             # As with stop tokens, what ends a completion comes after min_tokens tokens.
@@ -185,8 +186,9 @@ class _Completion:
         if update.finish_reason is not None:
             self._end(update.finish_reason, update.stop_reason)
 
-    def _add_token(self, token_id: int, described: TokenLogprobs | None) -> None:
+    def _add_token(self, token_id: int, time_s: float, described: TokenLogprobs | None) -> None:
         self._token_ids.append(token_id)
+        self._token_times_s.append(time_s)
         if self._logprobs is not None and described is not None:
             self._logprobs.append(_logprobs_by_id(described, self._tokenizer))
             self._cumulative_logprob += described.logprobs[0]
@@ -232,6 +234,7 @@ class _Completion:
             finished_s=self.finished_s,
             num_cached_tokens=self._latest.num_cached_tokens,
             num_preemptions=self._latest.num_preemptions,
+            token_times_s=tuple(self._token_times_s),
         )
 
 

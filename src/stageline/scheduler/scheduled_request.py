@@ -24,8 +24,8 @@ class ScheduledRequest:
             the preemption can be told apart. 0 while the stages do not know it.
         num_computed_tokens: tokens covered by launched microbatches or by the prefix cache.
         num_in_flight: microbatches in flight that hold a row of it.
-        num_described_tokens: leading prompt tokens of which the client needs no log-probability any more; the first never
-            has one. A recomputation after a preemption describes them again.
+        num_described_tokens: leading prompt tokens whose log-probabilities were delivered; the first never has one. A
+            recomputation after a preemption describes them again.
     """
 
     asked: EngineRequest

@@ -355,6 +355,7 @@ def _update(request: ScheduledRequest, news: _News, now_s: float) -> RequestUpda
         prompt_logprobs=news.prompt_logprobs,
         finish_reason=news.finish_reason,
         stop_reason=news.stop_reason,
+        time_s=now_s,
         first_scheduled_s=request.first_scheduled_s,
         first_token_s=request.first_token_s,
         finished_s=now_s if news.finish_reason is not None else None,
