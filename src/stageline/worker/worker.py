@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections import deque
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -100,6 +101,14 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.contiguous().cpu().view(torch.uint8).numpy().data
 
 
+@dataclass(frozen=True)
+class _Announced:
+    """A prepared microbatch, and since when this stage could wait for its input; before that it was idle."""
+
+    prepared: PreparedMicrobatch
+    since_s: float
+
+
 class Worker:
     """Loads one stage and runs what the engine announces."""
 
@@ -113,7 +122,7 @@ class Worker:
         self._clock = MonotonicClock()
         self._recorder = Recorder()
         self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
-        self._prepared: deque[PreparedMicrobatch] = deque()
+        self._announced: deque[_Announced] = deque()
         self._num_received = 0
         self._num_sent = 0
         self._is_stopping = False
@@ -125,13 +134,14 @@ class Worker:
         self._open_neighbours()
         self._engine.send(encode_message(report))
         while True:
-            wait_start_s = self._clock.now_s()
+            free_since_s = self._clock.now_s()
             hidden_states = self._wait_for_work()
             if self._is_stopping:
                 return
-            prepared = self._prepared.popleft()
-            self._record("receive_wait", prepared.microbatch, wait_start_s)
-            self._send(prepared.microbatch, self._stage.run(prepared, hidden_states))
+            announced = self._announced.popleft()
+            microbatch = announced.prepared.microbatch
+            self._record("receive_wait", microbatch, max(free_since_s, announced.since_s))
+            self._send(microbatch, self._stage.run(announced.prepared, hidden_states))
 
     def _load(self) -> tuple[Stage, StageLoaded]:
         config = self._config
@@ -155,7 +165,7 @@ class Worker:
         )
 
     def _open_neighbours(self) -> None:
-        """Receive before sending: the socket for activations is bound before the engine hears that this stage is ready."""
+        """Receive before sending: the input socket is bound before the engine hears that this stage is ready."""
         self._input = self._output = None
         if self._config.input_address is not None:
             self._input = self._links.receiver(self._config.input_address, MAX_CONTROL_BYTES)
@@ -164,9 +174,9 @@ class Worker:
             self._output = self._links.sender(self._config.output_address)
 
     def _wait_for_work(self) -> torch.Tensor | None:
-        """Return when the oldest announced microbatch can run, with its input; None on the first stage or when stopping."""
+        """Return when the oldest announced microbatch can run, with its input: None on the first stage, or to stop."""
         while True:
-            can_run = bool(self._prepared) and self._input is None
+            can_run = bool(self._announced) and self._input is None
             ready = dict(self._poller.poll(0 if can_run else None))
             if self._control in ready:
                 self._take_control()
@@ -174,13 +184,14 @@ class Worker:
                     return None
             elif can_run:
                 return None
-            if self._input is not None and self._prepared and self._input in ready:
-                return self._receive_activation(self._prepared[0])
+            if self._input is not None and self._announced and self._input in ready:
+                return self._receive_activation(self._announced[0].prepared)
 
     def _take_control(self) -> None:
         message = self._decoder.decode(self._control.recv())
         if isinstance(message, Microbatch):
-            self._prepared.append(self._stage.prepare(message))
+            prepared = self._stage.prepare(message)
+            self._announced.append(_Announced(prepared, self._clock.now_s()))
         elif isinstance(message, Allocate):
             self._stage.allocate_kv(message.limits)
             self._engine.send(encode_message(Allocated(self._config.stage_index)))
