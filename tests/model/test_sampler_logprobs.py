@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -80,9 +82,8 @@ def test_every_prompt_token_but_the_first_is_described_once_whatever_the_chunks(
     start = 0
     for number, size in enumerate(chunks):
         microbatch = Microbatch(0, number, [], [], [], [0, 1], [number, start], [1, size], [0] * (1 + size), [])
-        positions = sampler.prompt_logprob_positions(microbatch)
-        logits = all_logits[[start + position - 1 for position in positions]]
-        for run in sampler.prompt_logprobs(microbatch, logits):
+        logits = torch.cat((torch.full((1, VOCAB_SIZE), torch.nan), all_logits[start : start + size]))
+        for run in sampler.prompt_logprobs(microbatch, lambda indices, logits=logits: logits[list(indices)]):
             assert run.request_number == 1
             for offset, answer in enumerate(run.positions):
                 assert described.setdefault(run.first_position + offset, answer) is answer
@@ -90,3 +91,24 @@ def test_every_prompt_token_but_the_first_is_described_once_whatever_the_chunks(
     assert sorted(described) == list(range(1, len(prompt)))
     for position, answer in described.items():
         _check(answer, all_logits[position - 1], prompt[position], 2)
+
+
+def test_the_logits_of_a_long_prompt_are_asked_for_in_parts() -> None:
+    """The logits of 2048 prompt tokens at once would take 0.4 GB with a vocabulary of 50 000."""
+    prompt = [7 * index % VOCAB_SIZE for index in range(300)]
+    all_logits = random_logits(len(prompt), VOCAB_SIZE, seed=4)
+    sampler = Sampler(VOCAB_SIZE, torch.device("cpu"))
+    sampler.apply(microbatch_of([SamplerSpec(seed=1, num_prompt_logprobs=1)], [prompt], [len(prompt)]))
+    microbatch = Microbatch(0, 1, [], [], [], [0], [0], [len(prompt)], [0] * len(prompt), [])
+    asked: list[int] = []
+
+    def logits_of(indices: Sequence[int]) -> torch.Tensor:
+        assert len(indices) <= 128
+        asked.extend(indices)
+        return all_logits[list(indices)]
+
+    (run,) = sampler.prompt_logprobs(microbatch, logits_of)
+    assert asked == list(range(len(prompt) - 1))
+    assert (run.first_position, len(run.positions)) == (1, len(prompt) - 1)
+    for position, answer in enumerate(run.positions, start=1):
+        _check(answer, all_logits[position - 1], prompt[position], 1)

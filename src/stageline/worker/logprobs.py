@@ -12,8 +12,8 @@ import torch
 from stageline.sampling import TokenLogprobs
 from stageline.worker.leading_tokens import leading_tokens
 
-# Bounds the memory beside the logits when a long prompt wants its log-probabilities.
-_ROWS_AT_ONCE = 128
+# Bounds the memory for and beside the logits when a long prompt wants its log-probabilities.
+ROWS_AT_ONCE = 128
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_logprobs: Sequence[int]) -> list[TokenLogprobs]:
@@ -25,8 +25,8 @@ def token_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_logprobs:
         num_logprobs: [rows] how many of the likeliest tokens to list after it.
     """
     described: list[TokenLogprobs] = []
-    for start in range(0, len(token_ids), _ROWS_AT_ONCE):
-        rows = slice(start, start + _ROWS_AT_ONCE)
+    for start in range(0, len(token_ids), ROWS_AT_ONCE):
+        rows = slice(start, start + ROWS_AT_ONCE)
         described += _describe(logits[rows], token_ids[rows], num_logprobs[rows])
     return described
 

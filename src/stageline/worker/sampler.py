@@ -6,6 +6,7 @@ of the batch; rows are put together only to share passes over the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from stageline.pipeline.microbatch import Microbatch, PromptLogprobs
 from stageline.sampling import SamplerSpec, TokenLogprobs
 from stageline.worker.choice import choose
 from stageline.worker.leading_tokens import largest, select_rows
-from stageline.worker.logprobs import token_logprobs
+from stageline.worker.logprobs import ROWS_AT_ONCE, token_logprobs
 from stageline.worker.sampler_rules import SampledRow, change_logits
 from stageline.worker.token_history import TokenHistory
 
@@ -76,32 +77,31 @@ class Sampler:
                 row.history.append(token_id)
         return token_ids, _logprobs_of(rows, token_ids, told, unchanged)
 
-    def prompt_logprob_positions(self, microbatch: Microbatch) -> list[int]:
-        """Indices into the microbatch's token_ids whose logits describe the prompt token after them, ascending."""
-        return [index for _, indices, _ in self._prompt_runs(microbatch) for index in indices]
-
     @torch.inference_mode()
-    def prompt_logprobs(self, microbatch: Microbatch, logits: torch.Tensor) -> list[PromptLogprobs]:
-        """Describe the prompt tokens that this microbatch's logits predict.
+    def prompt_logprobs(
+        self, microbatch: Microbatch, logits_of: Callable[[Sequence[int]], torch.Tensor]
+    ) -> list[PromptLogprobs]:
+        """Describe the prompt tokens that this microbatch's tokens predict.
 
         Args:
-            logits: float32 [positions, vocab], one row per `prompt_logprob_positions`.
+            logits_of: float32 logits [indices, vocab] of the microbatch's tokens at these indices in `token_ids`. Asked
+                for a few at a time: those of a long prompt at once could take more memory than the model.
         Returns: one run of positions per request that has any.
         """
-        runs = self._prompt_runs(microbatch)
-        self._check_shape(microbatch, logits, sum(len(indices) for _, indices, _ in runs))
         described: list[PromptLogprobs] = []
-        start = 0
-        for row, indices, first_position in runs:
+        for row, indices, first_position in self._prompt_runs(microbatch):
             request_number = microbatch.request_numbers[row]
             request = self._requests[request_number]
             assert request.history is not None, "SamplerSpec.needs_history covers prompt log-probabilities"
-            count = len(indices)
-            targets = request.history.token_ids[first_position : first_position + count]
-            counts = [request.spec.num_prompt_logprobs] * count
-            positions = token_logprobs(logits[start : start + count], targets, counts)
+            targets = request.history.token_ids[first_position : first_position + len(indices)]
+            positions: list[TokenLogprobs] = []
+            for start in range(0, len(indices), ROWS_AT_ONCE):
+                part = indices[start : start + ROWS_AT_ONCE]
+                logits = logits_of(part)
+                self._check_shape(microbatch, logits, len(part))
+                counts = [request.spec.num_prompt_logprobs] * len(part)
+                positions += token_logprobs(logits, targets[start : start + len(part)], counts)
             described.append(PromptLogprobs(request_number, first_position, positions))
-            start += count
         return described
 
     def _prompt_runs(self, microbatch: Microbatch) -> list[tuple[int, range, int]]:

@@ -6,7 +6,7 @@ announced, and *run* when its activations are there. Both happen in the microbat
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from stageline.errors import FrameError
 from stageline.models.decoder import DecoderStage
 from stageline.models.family import WeightReader
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, check_microbatch
+from stageline.sampling import TokenLogprobs
 from stageline.timeline.span import Span, SpanKind
 from stageline.worker.device import synchronise
 from stageline.worker.input_buffers import InputBuffers
@@ -153,14 +154,16 @@ class Stage:
         sampler.apply(microbatch)
         row_ends = microbatch.row_ends
         sampled = [row_ends[row] - 1 for row in microbatch.sampling_rows]
-        described = sampler.prompt_logprob_positions(microbatch)
-        if not sampled and not described:
-            return MicrobatchResult(microbatch.epoch, microbatch.number, [], [], [])
-        wanted = torch.tensor(sampled + described, device=self.device)
-        logits = self._decoder.logits(hidden_states.index_select(0, wanted))
-        prompt_logprobs = sampler.prompt_logprobs(microbatch, logits[len(sampled) :]) if described else []
-        token_ids, logprobs = sampler.sample(microbatch, logits[: len(sampled)])
+        prompt_logprobs = sampler.prompt_logprobs(microbatch, lambda rows: self._logits(hidden_states, rows))
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        if sampled:
+            token_ids, logprobs = sampler.sample(microbatch, self._logits(hidden_states, sampled))
         return MicrobatchResult(microbatch.epoch, microbatch.number, token_ids, logprobs, prompt_logprobs)
+
+    def _logits(self, hidden_states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """Logits [rows, vocab] of some of the hidden states [tokens, hidden]."""
+        return self._decoder.logits(hidden_states.index_select(0, torch.tensor(rows, device=self.device)))
 
     def _record_span(self, kind: SpanKind, microbatch: Microbatch, start_s: float, end_s: float) -> None:
         if self._record is not None:
