@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.engine.output_processor import OutputProcessor, ProcessedOutputs
@@ -278,6 +278,27 @@ def test_every_token_has_the_time_at_which_the_engine_had_it() -> None:
     assert completion.text == "x"
     assert list(completion.timings.token_times_s) == [4.0, 4.0, 5.5, 7.5]
     assert completion.timings.inter_token_s == [0.0, 1.5, 2.0]
+
+
+@settings(deadline=None)
+@given(
+    token_ids=st.lists(st.sampled_from([*TOKENIZER.encode("a é😀"), 200, EOS_TOKEN_ID]), max_size=30),
+    sizes=st.lists(st.integers(0, 5), max_size=10),
+    finish_reason=st.sampled_from(["stop", "length"]),
+    is_included=st.booleans(),
+)
+def test_text_that_is_decoded_at_the_end_is_the_text_that_was_streamed(
+    token_ids: list[int], sizes: list[int], finish_reason: str, is_included: bool
+) -> None:
+    texts = []
+    for is_streamed in (True, False):
+        processor = _started(SamplingParams(include_stop_str_in_output=is_included), is_streamed=is_streamed)
+        start = 0
+        for size in sizes:
+            processor.process([_update(token_ids[start : start + size])])
+            start += size
+        texts.append(_only(processor.process([_update(token_ids[start:], finish_reason)])).text)
+    assert texts[0] == texts[1]
 
 
 def test_an_aborted_request_names_what_still_runs_and_is_forgotten() -> None:

@@ -80,6 +80,31 @@ def test_a_stream_over_special_tokens_skips_them_and_keeps_going(tokenizer: Toke
     assert text.replace(" ", "") == (EMOJI + EMOJI).replace(" ", "")
 
 
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), text=TEXTS)
+def test_tokens_taken_together_give_what_they_give_one_by_one(
+    tokenizer: Tokenizer, data: st.DataObject, text: str
+) -> None:
+    """Whole texts, texts with bytes missing, and noise; taken in runs of any length, after a prompt cut anywhere."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    noise = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=5))
+    ids = [*ids, *noise, *ids]
+    cut = data.draw(st.integers(0, len(ids)))
+    del ids[cut : cut + data.draw(st.integers(0, 2))]
+    start = data.draw(st.integers(0, len(ids)))
+    stream = tokenizer.new_decode_stream(False, ids[:start])
+    pieces: list[str] = []
+    for token_ids in _runs(ids[start:], data):
+        pieces.append(stream.extend(token_ids))
+    pieces.append(stream.finish())
+    assert "".join(pieces) == "".join(pieces_of(tokenizer, ids[start:], ids[:start]))
+
+
+def _runs(ids: list[int], data: st.DataObject) -> list[list[int]]:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=3)))
+    return [ids[start:end] for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
 def test_a_directory_can_lend_its_tokenizer(tmp_path: Path) -> None:
     one = open_checkpoint(str(write_byte_level_gguf(tmp_path / "one.gguf")))
     other = open_checkpoint(str(write_sentencepiece_gguf(tmp_path / "other.gguf")))

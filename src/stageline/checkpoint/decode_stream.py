@@ -24,10 +24,13 @@ class DecodeStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = _prompt_context(decode, prompt_token_ids)
-        text = decode(self._window)
+        self._begin_after(prompt_token_ids)
+
+    def _begin_after(self, token_ids: Sequence[int]) -> None:
+        self._window = _prompt_context(self._decode, token_ids)
+        text = self._decode(self._window)
         self._num_emitted = _num_settled(text)
-        # A prompt that ends inside a character is no place where later context may begin.
+        # What ends inside a character is no place where later context may begin.
         self._num_context = len(self._window) if self._num_emitted == len(text) else 0
 
     def step(self, token_id: int) -> str:
@@ -43,6 +46,19 @@ class DecodeStream:
             self._restart()
         else:
             self._num_emitted = max(self._num_emitted, num_settled)
+        return new_text
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Returns: what `step` would give for these tokens one by one, put together; quicker, if they are valid text.
+
+        Tokens that are no text are taken one by one, because where a replacement is emitted decides what follows.
+        """
+        window = [*self._window, *token_ids]
+        text = self._decode(window)
+        if REPLACEMENT in text:
+            return "".join([self.step(token_id) for token_id in token_ids])
+        new_text = text[self._num_emitted :]
+        self._begin_after(window)
         return new_text
 
     def finish(self) -> str:

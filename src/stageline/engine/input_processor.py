@@ -6,6 +6,7 @@ One idea: everything that can be wrong with a request is found here, before the 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -22,6 +23,10 @@ class DecodeStream(Protocol):
 
     def step(self, token_id: int) -> str:
         """The text that this token completes; empty while a character is incomplete."""
+        ...
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """What `step` would give for these tokens one by one, put together."""
         ...
 
     def finish(self) -> str:

