@@ -12,7 +12,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a stage's process needs to start; it gets it by its standard input.
 
     Args:
+        max_num_batched_tokens: most tokens in one microbatch; bounds what may arrive.
         cores: CPU cores to bind to; empty binds to none.
+        socket_folder: where the sockets are; to be removed if the engine cannot.
         engine_address: where its answers go.
         control_address, ping_address, input_address: where it listens; the first stage has no input.
         output_address: where its activations go; None for the last stage.
@@ -26,9 +28,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     device: str
     max_model_len: int
+    max_num_batched_tokens: int
     num_threads: int
     cores: list[int]
     log_level: str
+    socket_folder: str
     engine_address: str
     control_address: str
     ping_address: str

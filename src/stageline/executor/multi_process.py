@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import tempfile
 import time
 import weakref
 from collections import deque
@@ -20,7 +19,7 @@ import zmq
 from stageline.clock import Clock
 from stageline.config import environment
 from stageline.config.engine_config import EngineConfig
-from stageline.errors import ConfigError, StagelineError, WorkerLost
+from stageline.errors import ConfigError, FrameError, StagelineError, WorkerLost
 from stageline.executor.executor import OnProgress
 from stageline.executor.messages import (
     Allocate,
@@ -36,14 +35,15 @@ from stageline.executor.messages import (
     Stop,
     WorkerConfig,
 )
-from stageline.executor.worker_process import WorkerProcess
+from stageline.executor.watch import Watch
+from stageline.executor.worker_process import WorkerProcess, wait_for_ends
 from stageline.links.frames import MessageDecoder, encode_message
-from stageline.links.sockets import Links
+from stageline.links.sockets import Links, make_ipc_folder
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
 from stageline.pipeline.partition import StageLayers
 from stageline.timeline.span import Span
 
-_Answer = TypeVar("_Answer", StageLoaded, Allocated, Spans, MicrobatchResult)
+_Answer = TypeVar("_Answer", Allocated, Spans)
 
 _LAST_WORDS_S = 0.5
 """How long an ended process's last message may take to arrive."""
@@ -67,9 +67,10 @@ class MultiProcessExecutor:
         self._config = config
         self._clock = clock
         self._loss: StagelineError | None = None
+        self._is_loaded = False
         self._results: deque[MicrobatchResult] = deque()
-        self._watch = _Watch(config.heartbeat_timeout_s, config.load_timeout_s, len(stages), clock.now_s())
-        self._running = _Running()
+        self._watch = Watch(config.heartbeat_timeout_s, config.load_timeout_s, len(stages), clock.now_s())
+        self._running = _Running(len(stages))
         self._finalizer = weakref.finalize(self, self._running.end, 0.0)
         try:
             self._start(model, stages, max_model_len)
@@ -98,9 +99,11 @@ class MultiProcessExecutor:
                     dtype=self._config.dtype,
                     device=self._config.device,
                     max_model_len=max_model_len,
+                    max_num_batched_tokens=self._config.max_num_batched_tokens,
                     num_threads=self._config.threads_per_stage,
                     cores=cores[stage.stage_index] if cores else [],
                     log_level=environment.log_level(),
+                    socket_folder=running.folder,
                     engine_address=f"ipc://{running.folder}/engine",
                     control_address=f"{prefix}.control",
                     ping_address=f"{prefix}.ping",
@@ -119,13 +122,15 @@ class MultiProcessExecutor:
     def load(self, on_progress: OnProgress | None = None) -> list[StageLoaded]:
         reports: dict[int, StageLoaded] = {}
         while len(reports) < len(self._control):
-            message = self._receive()
-            if isinstance(message, Loading):
-                self._watch.is_up(message.stage_index)
+            message = self._receive(Loading, StageLoaded)
+            if isinstance(message, StageLoaded):
+                self._watch.loaded(message.stage_index)
+                reports[message.stage_index] = message
+            elif isinstance(message, Loading):
+                self._watch.progressed(message.stage_index)
                 if on_progress is not None:
                     on_progress(message.stage_index, message.num_bytes_read, message.num_bytes_total)
-            elif isinstance(message, StageLoaded):
-                reports[message.stage_index] = message
+        self._is_loaded = True
         return [reports[index] for index in sorted(reports)]
 
     def allocate(self, limits: MicrobatchLimits) -> None:
@@ -138,36 +143,39 @@ class MultiProcessExecutor:
     def wait(self) -> MicrobatchResult:
         if self._results:
             return self._results.popleft()
-        while True:
-            message = self._receive()
-            if isinstance(message, MicrobatchResult):
-                return message
+        message = self._receive(MicrobatchResult)
+        assert isinstance(message, MicrobatchResult)
+        return message
 
     def collect_spans(self, since_s: float = 0.0) -> list[Span]:
         self._send_to_all(encode_message(CollectSpans(since_s)))
         return [span for answer in self._gather(Spans) for span in answer.spans]
 
     def close(self) -> None:
-        if self._finalizer.detach() is None:
+        if not self._finalizer.alive:
             return
-        if self._loss is None:
-            for socket in self._control:
-                socket.send(encode_message(Stop()))
-            self._loss = StagelineError("the engine was closed")
-            self._running.end(_GOODBYE_S)
-        else:
-            self._running.end(0.0)
+        patience_s = 0.0
+        # A stage that is lost, or still loading, would not listen.
+        if self._loss is None and self._is_loaded:
+            self._send_to_all(encode_message(Stop()))
+            patience_s = _GOODBYE_S
+        self._loss = self._loss or StagelineError("the engine was closed")
+        self._end(patience_s)
+
+    def _end(self, patience_s: float) -> None:
+        self._running.end(patience_s)
+        self._finalizer.detach()
 
     def _gather(self, kind: type[_Answer]) -> list[_Answer]:
-        """One answer from every stage; results that come meanwhile are kept for `wait`."""
-        answers: list[_Answer] = []
+        """One answer from every stage, in order; results that come meanwhile are kept for `wait`."""
+        answers: dict[int, _Answer] = {}
         while len(answers) < len(self._control):
-            message = self._receive()
+            message = self._receive(kind, MicrobatchResult)
             if isinstance(message, MicrobatchResult):
                 self._results.append(message)
             elif isinstance(message, kind):
-                answers.append(message)
-        return answers
+                answers[message.stage_index] = message
+        return [answers[index] for index in sorted(answers)]
 
     def _send_to_all(self, frame: bytes) -> None:
         self._check_alive()
@@ -176,128 +184,90 @@ class MultiProcessExecutor:
 
     def _check_alive(self) -> None:
         if self._loss is not None:
-            raise self._loss
+            raise self._loss.with_traceback(None)
 
     # ---- the one place that waits ----
 
-    def _receive(self) -> FromWorker:
-        """The next message of any stage. Raises: WorkerLost, ConfigError."""
+    def _receive(self, *wanted: type[FromWorker]) -> FromWorker:
+        """The next message of a wanted kind. Raises: WorkerLost, ConfigError, FrameError; the stages are ended then."""
         self._check_alive()
         try:
             while True:
-                if not self._incoming.poll(0):
+                while not self._incoming.poll(0):
                     self._wait_for_anything()
-                if self._incoming.poll(0):
-                    message = self._decoder.decode(self._incoming.recv())
-                    if isinstance(message, Failed):
-                        raise _loss_of(message)
-                    if not isinstance(message, MicrobatchResult):
-                        self._watch.heard_of(message.stage_index, self._clock.now_s())
-                    if not isinstance(message, Pong):
-                        return message
+                message = self._take_message()
+                if isinstance(message, wanted):
+                    return message
+                # Spans may answer a question whose asker was interrupted.
+                if not isinstance(message, Pong | Spans):
+                    raise FrameError(f"a message {type(message).__name__} that nobody asked for")
         except StagelineError as error:
             self._loss = error
-            self._end_after_loss()
+            # With one stage gone the others wait for input that never comes.
+            self._end(0.0)
             raise
+
+    def _take_message(self) -> FromWorker:
+        message = self._decoder.decode(self._incoming.recv())
+        if not isinstance(message, MicrobatchResult):
+            if not 0 <= message.stage_index < len(self._control):
+                raise FrameError(f"a message of stage {message.stage_index}; there are {len(self._control)}")
+            self._watch.heard_of(message.stage_index)
+        if isinstance(message, Failed):
+            raise _loss_of(message)
+        return message
 
     def _wait_for_anything(self) -> None:
         """Wait for a message; meanwhile notice ended and silent stages."""
-        now_s = self._clock.now_s()
-        silent = self._watch.overdue(now_s)
-        if silent is not None:
-            raise WorkerLost(silent, self._watch.describe_silence(silent, now_s))
-        for stage_index in self._watch.due_pings(now_s):
-            self._pings[stage_index].send(encode_message(Ping()))
-        ready = dict(self._poller.poll(_milliseconds(self._watch.patience_s(now_s))))
+        self._watch.look(self._clock.now_s())
+        self._ask_for_signs_of_life()
+        ready = dict(self._poller.poll(_milliseconds(self._watch.patience_s())))
+        self._watch.look(self._clock.now_s())
         if self._incoming in ready:
             return
         for worker in self._running.workers:
             if worker.exit_fd in ready:
                 self._raise_loss_of_ended(worker)
+        if (silence := self._watch.silence()) is not None:
+            raise WorkerLost(*silence)
+
+    def _ask_for_signs_of_life(self) -> None:
+        for stage_index in self._watch.stages_to_ask():
+            if self._watch.can_answer(stage_index):
+                self._pings[stage_index].send(encode_message(Ping()))
+            elif not self._running.workers[stage_index].is_stopped():
+                self._watch.heard_of(stage_index)
 
     def _raise_loss_of_ended(self, ended: WorkerProcess) -> None:
         """A process ended: its own last words say why, or else the way it ended does."""
-        deadline_s = self._clock.now_s() + _LAST_WORDS_S
-        while (left_s := deadline_s - self._clock.now_s()) > 0 and self._incoming.poll(_milliseconds(left_s)):
-            message = self._decoder.decode(self._incoming.recv())
-            if isinstance(message, Failed):
-                raise _loss_of(message)
+        patience_s = 0.0 if ended.was_killed() else _LAST_WORDS_S
+        deadline_s = time.monotonic() + patience_s
+        while self._incoming.poll(_milliseconds(max(0.0, deadline_s - time.monotonic()))):
+            self._take_message()
         raise WorkerLost(ended.stage_index, ended.describe_exit())
-
-    def _end_after_loss(self) -> None:
-        """End all stages at once: with one of them gone the others wait for input that never comes."""
-        if self._finalizer.detach() is not None:
-            self._running.end(0.0)
 
 
 class _Running:
     """What has to be ended, also when the executor is garbage or the interpreter leaves."""
 
-    def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="stageline-")
+    def __init__(self, num_stages: int) -> None:
+        self._owner_pid = os.getpid()
+        self.folder = make_ipc_folder(f"s{num_stages}.control")
         self.links = Links()
         self.workers: list[WorkerProcess] = []
 
     def end(self, patience_s: float) -> None:
-        deadline_s = time.monotonic() + patience_s
+        """End the stages, those at once that have not left after `patience_s`. Can be repeated after an interrupt."""
+        if os.getpid() != self._owner_pid:
+            return  # a process forked off the engine must not end the engine's stages
+        wait_for_ends(self.workers, patience_s)
         for worker in self.workers:
-            worker.end(max(0.0, deadline_s - time.monotonic()))
-        self.workers.clear()
+            worker.kill()
+        while self.workers:
+            self.workers[-1].reap()
+            self.workers.pop()
         self.links.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class _Watch:
-    """Who has been silent for how long. Time counts only while the engine waits for an answer and asks for signs of life.
-
-    A stage that is still starting up cannot answer pings; until its first message it has the loading time.
-    """
-
-    def __init__(self, heartbeat_timeout_s: float, load_timeout_s: float, num_stages: int, now_s: float) -> None:
-        self._timeout_s = heartbeat_timeout_s
-        self._load_timeout_s = load_timeout_s
-        self._interval_s = heartbeat_timeout_s / 4
-        self._starting_since_s: list[float | None] = [now_s] * num_stages
-        self._first_unanswered_s: list[float | None] = [None] * num_stages
-        self._last_ping_s = now_s
-
-    def is_up(self, stage_index: int) -> None:
-        self._starting_since_s[stage_index] = None
-
-    def heard_of(self, stage_index: int, now_s: float) -> None:
-        self._first_unanswered_s[stage_index] = None
-        if self._starting_since_s[stage_index] is not None:
-            self._starting_since_s[stage_index] = now_s
-
-    def overdue(self, now_s: float) -> int | None:
-        """A stage that has been silent for too long."""
-        limits = ((self._starting_since_s, self._load_timeout_s), (self._first_unanswered_s, self._timeout_s))
-        for since_s, timeout_s in limits:
-            for stage_index, start_s in enumerate(since_s):
-                if start_s is not None and now_s - start_s >= timeout_s:
-                    return stage_index
-        return None
-
-    def describe_silence(self, stage_index: int, now_s: float) -> str:
-        if (since_s := self._starting_since_s[stage_index]) is not None:
-            return f"it did not come up within {now_s - since_s:.1f} s (--load-timeout-s {self._load_timeout_s:g})"
-        since_s = self._first_unanswered_s[stage_index] or now_s
-        return f"no sign of life for {now_s - since_s:.1f} s (--heartbeat-timeout-s {self._timeout_s:g})"
-
-    def due_pings(self, now_s: float) -> list[int]:
-        """Stages to ping now; each ping starts the stage's clock unless it runs already."""
-        if now_s - self._last_ping_s < self._interval_s:
-            return []
-        self._last_ping_s = now_s
-        up = [index for index, since_s in enumerate(self._starting_since_s) if since_s is None]
-        for stage_index in up:
-            if self._first_unanswered_s[stage_index] is None:
-                self._first_unanswered_s[stage_index] = now_s
-        return up
-
-    def patience_s(self, now_s: float) -> float:
-        """How long to wait before looking again."""
-        return max(0.001, self._last_ping_s + self._interval_s - now_s)
 
 
 def cores_per_stage(num_stages: int, threads_per_stage: int) -> list[list[int]] | None:

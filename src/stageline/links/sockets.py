@@ -1,11 +1,18 @@
-"""ZeroMQ sockets as Stageline uses them: one-way pipes, bounded messages, no waiting for a dead peer."""
+"""ZeroMQ sockets as Stageline uses them: one-way pipes with bounded messages, closed without waiting for the dead."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import zmq
+
+from stageline.errors import ConfigError
 
 MAX_CONTROL_BYTES = 256 * 2**20
 """Largest control message accepted: far above any microbatch, far below what would hurt."""
+
+_FALLBACK_PARENT = "/tmp"
 
 
 class Links:
@@ -30,5 +37,31 @@ class Links:
         return socket
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close all sockets, giving what was sent at most `linger_s` seconds to leave."""
+        """Close all sockets, giving what was sent at most `linger_s` seconds to leave. No other thread may use them."""
         self._context.destroy(linger=int(linger_s * 1000))
+
+
+def make_ipc_folder(longest_name: str) -> str:
+    """A new folder for ipc sockets that only this user can enter.
+
+    It lies in the folder for temporary files; if that has a path too long for a socket, in /tmp.
+
+    Args:
+        longest_name: the longest of the sockets' file names.
+    Raises: ConfigError if there is no place for it.
+    """
+    try:
+        for parent in (tempfile.gettempdir(), _FALLBACK_PARENT):
+            folder = tempfile.mkdtemp(prefix="stageline-", dir=parent)
+            num_bytes = len(os.fsencode(os.path.join(folder, longest_name)))
+            if num_bytes <= zmq.IPC_PATH_MAX_LEN:
+                return folder
+            os.rmdir(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"the stages' sockets need a folder for temporary files: {error}; set TMPDIR to one that can be written"
+        ) from None
+    raise ConfigError(
+        f"a socket's path would have {num_bytes} bytes, and this system allows {zmq.IPC_PATH_MAX_LEN}; set TMPDIR to a "
+        f"folder with a shorter path"
+    )

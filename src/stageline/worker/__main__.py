@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
-from stageline.worker.worker import main
+# A stopped stage whose engine dies is woken by the kernel with SIGHUP. It must live on to clean up.
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
-sys.exit(main())
+from stageline.worker.process import main  # noqa: E402
+
+status = main()
+sys.stdout.flush()
+sys.stderr.flush()
+# Without the interpreter's farewell: nothing needs it, and libraries with threads of their own may trip over it.
+os._exit(status)

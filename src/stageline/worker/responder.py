@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import threading
+from contextlib import suppress
 
 import zmq
 
@@ -14,30 +15,42 @@ from stageline.links.frames import encode_message
 from stageline.links.sockets import Links
 
 
-def start_responder(links: Links, stage_index: int, ping_address: str, engine_address: str) -> None:
+def start_responder(stage_index: int, ping_address: str, engine_address: str, socket_folder: str) -> None:
     """Start the thread. It needs no stopping: it ends with the process.
 
     Standard input ends when the engine does, however it does; nothing this process still computes is of use then.
     """
+    # Its own sockets, never closed: the main thread may not close sockets that this thread waits on.
+    links = Links()
     pings = links.receiver(ping_address)
     answers = links.sender(engine_address)
     pong = encode_message(Pong(stage_index))
-    folder = os.path.dirname(ping_address.removeprefix("ipc://"))
+    signs_of_the_end = _signs_of_the_end()
 
     def respond() -> None:
         poller = zmq.Poller()
-        poller.register(pings, zmq.POLLIN)
-        poller.register(sys.stdin.fileno(), zmq.POLLIN)
+        for source in (pings, *signs_of_the_end):
+            poller.register(source, zmq.POLLIN)
         while True:
-            try:
-                ready = dict(poller.poll())
-                if pings in ready:
-                    pings.recv()
-                    answers.send(pong)
-            except zmq.ZMQError:
-                return  # the main thread closed the sockets: it is leaving in order
-            if sys.stdin.fileno() in ready:
-                shutil.rmtree(folder, ignore_errors=True)
+            ready = dict(poller.poll())
+            if not ready.keys().isdisjoint(signs_of_the_end):
+                shutil.rmtree(socket_folder, ignore_errors=True)
                 os._exit(1)
+            pings.recv()
+            answers.send(pong)
 
     threading.Thread(target=respond, name="responder", daemon=True).start()
+
+
+def _signs_of_the_end() -> list[int]:
+    """File descriptors that become readable when the engine is gone.
+
+    A process forked off the engine keeps standard input open; where the system can watch the engine itself, that is no
+    obstacle.
+    """
+    signs = [sys.stdin.fileno()]
+    if hasattr(os, "pidfd_open"):
+        # If the engine is gone already, or the system forbids it, standard input tells.
+        with suppress(OSError):
+            signs.append(os.pidfd_open(os.getppid()))
+    return signs

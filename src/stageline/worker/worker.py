@@ -6,9 +6,6 @@ microbatch is prepared as soon as it is announced, usually before its activation
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
 from collections import deque
 from dataclasses import dataclass
 
@@ -18,12 +15,11 @@ import zmq
 
 from stageline.checkpoint.open import open_checkpoint
 from stageline.clock import MonotonicClock
-from stageline.errors import ConfigError
+from stageline.errors import FrameError
 from stageline.executor.messages import (
     Allocate,
     Allocated,
     CollectSpans,
-    Failed,
     Loading,
     Spans,
     StageLoaded,
@@ -32,68 +28,13 @@ from stageline.executor.messages import (
     WorkerConfig,
 )
 from stageline.links.frames import MessageDecoder, activation_header, check_activation, encode_message
-from stageline.links.sockets import MAX_CONTROL_BYTES, Links
-from stageline.log import set_up_logging
-from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
+from stageline.links.sockets import Links
+from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
 from stageline.pipeline.partition import StageLayers
 from stageline.timeline.recorder import Recorder
 from stageline.timeline.span import Span, SpanKind
 from stageline.worker.build import build_stage
-from stageline.worker.device import set_threads
-from stageline.worker.responder import start_responder
 from stageline.worker.stage import PreparedMicrobatch, Stage
-
-_LAST_WORDS_S = 2.0
-
-
-def main() -> int:
-    """Run a stage until it is told to stop. Returns: the exit status."""
-    config = _read_config()
-    set_up_logging(config.log_level, config.stage_index)
-    _bind(config)
-    links = Links()
-    engine = links.sender(config.engine_address)
-    try:
-        control = links.receiver(config.control_address)
-        start_responder(links, config.stage_index, config.ping_address, config.engine_address)
-        Worker(config, links, control, engine).run()
-        return 0
-    except BaseException as error:
-        engine.send(encode_message(_last_words(config.stage_index, error)))
-        return 1
-    finally:
-        links.close(linger_s=_LAST_WORDS_S)
-
-
-def _read_config() -> WorkerConfig:
-    """The engine writes the length and the configuration, then keeps the pipe open as long as it lives."""
-    num_bytes = int.from_bytes(_read_exactly(8), "little")
-    return msgspec.msgpack.decode(_read_exactly(num_bytes), type=WorkerConfig)
-
-
-def _read_exactly(num_bytes: int) -> bytes:
-    body = b""
-    while len(body) < num_bytes:
-        part = os.read(sys.stdin.fileno(), num_bytes - len(body))
-        if not part:
-            sys.exit("a stage's process is started by the engine, not by hand")
-        body += part
-    return body
-
-
-def _bind(config: WorkerConfig) -> None:
-    if config.cores:
-        os.sched_setaffinity(0, config.cores)
-    set_threads(config.num_threads)
-
-
-def _last_words(stage_index: int, error: BaseException) -> Failed:
-    return Failed(
-        stage_index=stage_index,
-        message=f"{error}" if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}",
-        traceback="".join(traceback.format_exception(error)),
-        is_config_error=isinstance(error, ConfigError),
-    )
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -123,6 +64,7 @@ class Worker:
         self._recorder = Recorder()
         self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
         self._announced: deque[_Announced] = deque()
+        self._next_microbatch: tuple[int, int] | None = None
         self._num_received = 0
         self._num_sent = 0
         self._is_stopping = False
@@ -168,7 +110,8 @@ class Worker:
         """Receive before sending: the input socket is bound before the engine hears that this stage is ready."""
         self._input = self._output = None
         if self._config.input_address is not None:
-            self._input = self._links.receiver(self._config.input_address, MAX_CONTROL_BYTES)
+            most_bytes = self._stage.max_input_bytes(self._config.max_num_batched_tokens)
+            self._input = self._links.receiver(self._config.input_address, most_bytes)
             self._poller.register(self._input, zmq.POLLIN)
         if self._config.output_address is not None:
             self._output = self._links.sender(self._config.output_address)
@@ -190,16 +133,33 @@ class Worker:
     def _take_control(self) -> None:
         message = self._decoder.decode(self._control.recv())
         if isinstance(message, Microbatch):
+            self._check_turn(message)
             prepared = self._stage.prepare(message)
             self._announced.append(_Announced(prepared, self._clock.now_s()))
         elif isinstance(message, Allocate):
-            self._stage.allocate_kv(message.limits)
-            self._engine.send(encode_message(Allocated(self._config.stage_index)))
+            self._allocate(message.limits)
         elif isinstance(message, CollectSpans):
             spans = self._recorder.spans(message.since_s)
             self._engine.send(encode_message(Spans(self._config.stage_index, spans)))
         elif isinstance(message, Stop):
             self._is_stopping = True
+
+    def _check_turn(self, microbatch: Microbatch) -> None:
+        """A microbatch that is lost, repeated or forged would make this stage's KV cache silently wrong."""
+        found = (microbatch.epoch, microbatch.number)
+        if found != self._next_microbatch:
+            raise FrameError(f"microbatch (epoch, number) {found}; expected {self._next_microbatch or 'an allocation'}")
+        self._next_microbatch = (microbatch.epoch, microbatch.number + 1)
+
+    def _allocate(self, limits: MicrobatchLimits) -> None:
+        if self._announced:
+            raise FrameError(f"an allocation while {self._announced[0].prepared.microbatch} waits for its turn")
+        most_tokens = self._config.max_num_batched_tokens
+        if min(msgspec.structs.astuple(limits)) < 1 or limits.max_num_batched_tokens > most_tokens:
+            raise FrameError(f"an allocation of {limits}; none may be below 1, batched tokens not above {most_tokens}")
+        self._stage.allocate_kv(limits)
+        self._next_microbatch = (0, 0)
+        self._engine.send(encode_message(Allocated(self._config.stage_index)))
 
     def _receive_activation(self, prepared: PreparedMicrobatch) -> torch.Tensor:
         """The stage before's output for this microbatch, still in the frame it came in."""

@@ -1,0 +1,78 @@
+"""A stage's process from its first to its last words. One idea: be answerable before anything that takes long.
+
+The responder is started before torch is imported, so a process whose engine dies meanwhile leaves at once; and whatever
+goes wrong after that, a broken installation included, reaches the engine with its traceback.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import traceback
+
+import msgspec
+import zmq
+
+from stageline.errors import ConfigError
+from stageline.executor.messages import Failed, WorkerConfig
+from stageline.links.frames import encode_message
+from stageline.links.sockets import Links
+from stageline.log import set_up_logging
+from stageline.worker.responder import start_responder
+
+_LAST_WORDS_S = 2.0
+
+
+def main() -> int:
+    """Run a stage until it is told to stop. Returns: the exit status."""
+    faulthandler.enable()
+    config = _read_config()
+    links = Links()
+    engine = links.sender(config.engine_address)
+    try:
+        set_up_logging(config.log_level, config.stage_index)
+        control = links.receiver(config.control_address)
+        start_responder(config.stage_index, config.ping_address, config.engine_address, config.socket_folder)
+        _run(config, links, control, engine)
+        return 0
+    except BaseException as error:
+        engine.send(encode_message(_last_words(config.stage_index, error)))
+        return 1
+    finally:
+        links.close(linger_s=_LAST_WORDS_S)
+
+
+def _run(config: WorkerConfig, links: Links, control: zmq.Socket[bytes], engine: zmq.Socket[bytes]) -> None:
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)
+    from stageline.worker.device import set_threads
+    from stageline.worker.worker import Worker
+
+    set_threads(config.num_threads)
+    Worker(config, links, control, engine).run()
+
+
+def _read_config() -> WorkerConfig:
+    """The engine writes the length and the configuration, then keeps the pipe open as long as it lives."""
+    num_bytes = int.from_bytes(_read_exactly(8), "little")
+    return msgspec.msgpack.decode(_read_exactly(num_bytes), type=WorkerConfig)
+
+
+def _read_exactly(num_bytes: int) -> bytes:
+    body = b""
+    while len(body) < num_bytes:
+        part = os.read(sys.stdin.fileno(), num_bytes - len(body))
+        if not part:
+            sys.exit("a stage's process is started by the engine, not by hand")
+        body += part
+    return body
+
+
+def _last_words(stage_index: int, error: BaseException) -> Failed:
+    return Failed(
+        stage_index=stage_index,
+        message=f"{error}" if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        is_config_error=isinstance(error, ConfigError),
+    )
