@@ -2,8 +2,7 @@
 
 The child's standard input carries its configuration and then stays open: when it ends, the engine is gone and the child
 leaves. A second pipe, whose writing end only the child holds, ends when the child does. Both are noticed at once,
-without a poll. The child has a process group of its own, so that Ctrl-C in a terminal reaches the engine alone, and so
-that the kernel wakes a stopped child when its engine dies.
+without a poll. The child has a process group of its own, so that Ctrl-C in a terminal reaches the engine alone.
 """
 
 from __future__ import annotations

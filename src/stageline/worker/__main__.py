@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 
-# A stopped stage whose engine dies is woken by the kernel with SIGHUP. It must live on to clean up.
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-from stageline.worker.process import main  # noqa: E402
+from stageline.worker.process import main
 
 status = main()
 sys.stdout.flush()

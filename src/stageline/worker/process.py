@@ -6,8 +6,10 @@ goes wrong after that, a broken installation included, reaches the engine with i
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
+import signal
 import sys
 import traceback
 
@@ -23,10 +25,13 @@ from stageline.worker.responder import start_responder
 
 _LAST_WORDS_S = 2.0
 
+_PR_SET_PDEATHSIG = 1
+
 
 def main() -> int:
     """Run a stage until it is told to stop. Returns: the exit status."""
     faulthandler.enable()
+    _survive_the_engine()
     config = _read_config()
     links = Links()
     engine = links.sender(config.engine_address)
@@ -41,6 +46,17 @@ def main() -> int:
         return 1
     finally:
         links.close(linger_s=_LAST_WORDS_S)
+
+
+def _survive_the_engine() -> None:
+    """Be awake when the engine dies, even if stopped then, to leave in order and to remove the sockets' folder.
+
+    The kernel sends SIGHUP to stopped processes that lose their session. SIGCONT does no harm when it comes early, for
+    the "parent" whose death is told is only the thread that started this process.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def _run(config: WorkerConfig, links: Links, control: zmq.Socket[bytes], engine: zmq.Socket[bytes]) -> None:
