@@ -20,20 +20,26 @@ class Links:
 
     def __init__(self) -> None:
         self._context = zmq.Context()
+        # It knows a socket only weakly: one that nobody held would be gone before `close` lets it send the rest.
+        self._sockets: list[zmq.Socket[bytes]] = []
 
     def sender(self, address: str) -> zmq.Socket[bytes]:
         """Connects to a receiver, which may not be there yet."""
-        socket = self._context.socket(zmq.PUSH)
-        socket.set_hwm(0)
+        socket = self._new_socket(zmq.PUSH)
         socket.connect(address)
         return socket
 
     def receiver(self, address: str, max_message_bytes: int = MAX_CONTROL_BYTES) -> zmq.Socket[bytes]:
         """Binds an address that senders connect to; a sender of a larger message is cut off."""
-        socket = self._context.socket(zmq.PULL)
-        socket.set_hwm(0)
+        socket = self._new_socket(zmq.PULL)
         socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         socket.bind(address)
+        return socket
+
+    def _new_socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        self._sockets.append(socket)
         return socket
 
     def close(self, linger_s: float = 0.0) -> None:
