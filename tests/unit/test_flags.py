@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -63,3 +64,28 @@ def test_help_shows_each_default_once(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_value_that_cannot_work_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--pipeline-parallel-size is 0"):
         _parse("m", "-pp", "0")
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"kv_cache_memory": 0.3}, "--kv-cache-memory is 0.3; it must be of type str; give '0.3'"),
+        ({"kv_cache_memory": 2**30}, "--kv-cache-memory is 1073741824; it must be of type str; give '1073741824'"),
+        ({"pp_layer_partition": [2, 2]}, "--pp-layer-partition is [2, 2]; it must be of type str"),
+        ({"pipeline_parallel_size": 2.0}, "--pipeline-parallel-size is 2.0; it must be of type int"),
+        ({"max_num_seqs": True}, "--max-num-seqs is True; it must be of type int"),
+        ({"bind_cores": 1}, "--bind-cores is 1; it must be of type bool"),
+        ({"model": None}, "--model is None; it must be of type str"),
+        ({"max_model_len": 1}, "--max-model-len is 1; it must be an integer of at least 2"),
+    ],
+    ids=str,
+)
+def test_a_setting_of_the_wrong_type_is_refused_in_words(setting: dict[str, Any], words: str) -> None:
+    """Python code is not checked by a parser of flags."""
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig(**{"model": "m", **setting}).check()
+    assert str(refused.value) == words
+
+
+def test_a_whole_number_of_seconds_is_a_time() -> None:
+    assert EngineConfig(model="m", heartbeat_timeout_s=3).check().heartbeat_timeout_s == 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import types
+import typing
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,14 +102,16 @@ class EngineConfig:
 
     def check(self) -> EngineConfig:
         """Return self, or raise ConfigError naming the first setting that cannot work."""
+        self._check_types()
         _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         _at_least("threads_per_stage", self.threads_per_stage, 1)
         _at_least("block_size", self.block_size, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        for name in ("max_model_len", "long_prefill_token_threshold"):
+        # The shortest request is one token of prompt and one of output.
+        for name, lowest in (("max_model_len", 2), ("long_prefill_token_threshold", 1)):
             if (value := getattr(self, name)) is not None:
-                _at_least(name, value, 1)
+                _at_least(name, value, lowest)
         window = self.max_microbatches_in_flight
         if window is not None and window < self.pipeline_parallel_size:
             raise ConfigError(
@@ -121,6 +125,16 @@ class EngineConfig:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_flag(name)} is {getattr(self, name)}; it must be above 0 seconds")
         return self
+
+    def _check_types(self) -> None:
+        for name, annotation in typing.get_type_hints(EngineConfig).items():
+            value, kinds = getattr(self, name), typing.get_args(annotation) or (annotation,)
+            accepted = (*kinds, int) if float in kinds else kinds
+            if isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool)):
+                continue
+            way_out = f"; give {str(value)!r}" if str in kinds and isinstance(value, int | float) else ""
+            names = " or ".join(kind.__name__ for kind in kinds if kind is not types.NoneType)
+            raise ConfigError(f"{_flag(name)} is {value!r}; it must be of type {names}{way_out}")
 
 
 def _flag(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -43,10 +44,12 @@ class LLM:
     Raises: ConfigError before anything is started for what cannot work; WorkerLost if a stage dies while starting.
     """
 
-    def __init__(self, model: str, *, on_load_progress: OnProgress | None = None, **settings: Any) -> None:
-        self.config = EngineConfig(model=model, **settings).check()
+    def __init__(
+        self, model: str | os.PathLike[str], *, on_load_progress: OnProgress | None = None, **settings: Any
+    ) -> None:
+        self.config = EngineConfig(model=_as_text(model), **settings).check()
         self.clock: Clock = MonotonicClock()
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(self.config.model)
         self.spec: ModelSpec = checkpoint.spec
         self.max_model_len = choose_max_model_len(self.config, checkpoint)
         self.tokenizer = load_tokenizer(checkpoint, self.config.tokenizer, self.config.chat_template)
@@ -154,6 +157,10 @@ class LLM:
                 finished[output.request_id] = output
                 bar.update()
         return [finished[request_id] for request_id in request_ids]
+
+
+def _as_text(model: str | os.PathLike[str]) -> str:
+    return os.fspath(model) if isinstance(model, os.PathLike) else model
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
