@@ -1,0 +1,131 @@
+"""Compiles the kernels at first use into a cache directory, and finds them there afterwards.
+
+One idea: the library's name is a hash of everything that goes into it (sources, flags, compiler), so it is never out of
+date; it is compiled under another name and renamed when complete, so it is never seen half-made. Processes that start
+together wait for the first one's compiler instead of starting their own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).parent / "source"
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno")
+_X86_VARIANTS = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma"),
+    "avx2": ("-mavx2", "-mfma"),
+}
+_PRIVATE = 0o700
+_COMPILER_LIMIT_S = 300
+
+
+class KernelBuildError(Exception):
+    """There are no compiled kernels; the message says why. Never reaches the user: the torch fallback is used."""
+
+
+def variant_flags() -> dict[str, tuple[str, ...]]:
+    """The variants that are compiled for this kind of machine, fastest first, and their compiler flags."""
+    x86 = _X86_VARIANTS if platform.machine() in ("x86_64", "AMD64") else {}
+    return {**x86, "portable": ()}
+
+
+def build_library(cache_directory: Path) -> Path:
+    """The shared library of all variants, compiled now if it is not in the cache yet.
+
+    Args:
+        cache_directory: made, for this user alone, if missing.
+    Raises: KernelBuildError if there is no compiler, it fails, or the directory cannot be used safely.
+    """
+    compiler = find_compiler()
+    try:
+        _make_private(cache_directory)
+        library = cache_directory / f"kernels-{_fingerprint(compiler)}.so"
+        if library.exists():
+            return library
+        with _lock(cache_directory / "lock"):
+            if not library.exists():
+                logger.info("compiling the CPU kernels with %s, once; this takes some seconds", compiler)
+                _compile(compiler, library)
+        return library
+    except OSError as error:
+        raise KernelBuildError(f"cannot write to {cache_directory}: {error}") from error
+
+
+def find_compiler() -> str:
+    """Path of the system's C++ compiler. Raises: KernelBuildError if there is none."""
+    for name in _COMPILERS:
+        if path := shutil.which(name):
+            return path
+    raise KernelBuildError(f"no C++ compiler found ({', '.join(_COMPILERS)})")
+
+
+def _make_private(directory: Path) -> None:
+    """A library that another user could have put there must not be loaded."""
+    directory.mkdir(mode=_PRIVATE, parents=True, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise KernelBuildError(f"{directory} must belong to this user and be writable by nobody else: chmod 700")
+
+
+def _fingerprint(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_COMPILER_LIMIT_S)
+    digest = hashlib.sha256(repr((compiler, version.stdout, platform.machine(), _FLAGS, variant_flags())).encode())
+    for source in sorted(SOURCE.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time; the system releases it when its holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(compiler: str, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        objects = Path(directory)
+        commands = [[compiler, *_FLAGS, "-c", str(SOURCE / "supported.cpp"), "-o", str(objects / "supported.o")]]
+        for variant, flags in variant_flags().items():
+            names = [f"-DSTAGELINE_VARIANT={variant}", f"-DSTAGELINE_{variant.upper()}"]
+            source, target = str(SOURCE / "variant.cpp"), str(objects / f"{variant}.o")
+            commands.append([compiler, *_FLAGS, *flags, *names, "-c", source, "-o", target])
+        _run_all(commands)
+        linked = objects / "linked.so"
+        _run_all([[compiler, "-shared", "-Wl,-s", *map(str, objects.glob("*.o")), "-o", str(linked)]])
+        linked.replace(library)
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    """Run commands side by side. Raises: KernelBuildError with the first failure's last line of output."""
+    running = [
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for command in commands
+    ]
+    failures = []
+    for process in running:
+        try:
+            _, output = process.communicate(timeout=_COMPILER_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            _, output = process.communicate()
+        if process.returncode != 0:
+            failures.append(output.decode(errors="replace").strip().splitlines()[-1:])
+    if failures:
+        reason = failures[0][0] if failures[0] else "it was killed"
+        raise KernelBuildError(f"{commands[0][0]} failed: {reason}")

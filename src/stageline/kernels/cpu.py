@@ -1,0 +1,251 @@
+"""The compiled kernels as functions of tensors. Shapes, dtypes and contiguity are checked here; C++ checks nothing.
+
+One idea: a variant is a suffix of the functions' names, bound once, so a call costs about two microseconds and any
+variant the machine can run can stand beside another in one process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PANEL = 32
+DTYPES = (torch.bfloat16, torch.float32)
+
+_POINTER, _SIZE, _FLAG = c_void_p, c_int64, c_int32
+_SIGNATURES: dict[str, list[type[Any]]] = {
+    "rms_norm": [_POINTER] * 5 + [_SIZE] * 2 + [c_float, _FLAG],
+    "silu_and_mul": [_POINTER] * 2 + [_SIZE] * 2 + [_FLAG],
+    "rotate_and_store": [_POINTER] * 7 + [_SIZE] * 5 + [_FLAG],
+    "argmax": [_POINTER] * 2 + [_SIZE] * 2 + [_FLAG],
+    "top_k": [_POINTER] * 4 + [_SIZE] * 3,
+    "pack_linear": [_POINTER] * 3 + [_SIZE] * 2,
+    "unpack_rows": [_POINTER] * 3 + [_SIZE] * 2,
+    "linear": [_POINTER] * 4 + [_SIZE] * 3 + [_FLAG],
+    "attention": [_POINTER] * 8 + [_SIZE] * 8 + [c_float, _FLAG, _POINTER],
+}
+
+
+class KernelLibrary:
+    """A loaded library of kernels. Raises: OSError if it cannot be loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+
+    def can_run(self, variant: str) -> bool:
+        """Whether this machine has the variant's instructions."""
+        return bool(self._library[f"stageline_is_supported_{variant}"]())
+
+    def variant(self, name: str) -> CpuKernels:
+        """The kernels compiled for one instruction set, which this machine must have."""
+        return CpuKernels(name, {kernel: self._bind(kernel, name) for kernel in _SIGNATURES})
+
+    def _bind(self, kernel: str, variant: str) -> Any:
+        function = self._library[f"stageline_{kernel}_{variant}"]
+        function.argtypes, function.restype = _SIGNATURES[kernel], None
+        return function
+
+
+class CpuKernels:
+    """One variant's kernels, for contiguous tensors on the CPU in bfloat16 or float32. Thread-safe; no state.
+
+    Args:
+        variant: "avx512", "avx2" or "portable".
+        functions: by name, as in _SIGNATURES.
+    """
+
+    def __init__(self, variant: str, functions: dict[str, Any]) -> None:
+        self.variant = variant
+        self._rms_norm = functions["rms_norm"]
+        self._silu_and_mul = functions["silu_and_mul"]
+        self._rotate_and_store = functions["rotate_and_store"]
+        self._argmax = functions["argmax"]
+        self._top_k = functions["top_k"]
+        self._pack_linear = functions["pack_linear"]
+        self._unpack_rows = functions["unpack_rows"]
+        self._linear = functions["linear"]
+        self._attention = functions["attention"]
+
+    def rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, residual: [rows, size]. Returns: (norm of x + residual, x + residual), as `stageline.layers.norm` rounds."""
+        rows, size = x.shape
+        assert x.is_contiguous() and weight.shape == (size,) and weight.dtype == x.dtype
+        out = torch.empty_like(x)
+        if residual is None:
+            pointer, total = None, x
+        else:
+            assert residual.shape == x.shape and residual.dtype == x.dtype and residual.is_contiguous()
+            pointer, total = residual.data_ptr(), torch.empty_like(x)
+        self._rms_norm(
+            x.data_ptr(), pointer, weight.data_ptr(), total.data_ptr(), out.data_ptr(), rows, size, eps, _is_bf16(x)
+        )
+        return out, total
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gate_up: [rows, 2 * size], gate first. Returns: silu(gate) * up, [rows, size]."""
+        rows, width = gate_up.shape
+        assert gate_up.is_contiguous() and width % 2 == 0
+        out = gate_up.new_empty(rows, width // 2)
+        self._silu_and_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, _is_bf16(gate_up))
+        return out
+
+    def rotate_and_store(
+        self,
+        heads: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Rotate the queries in place; put rotated keys, and values made finite, into their slots of the cache.
+
+        Args:
+            heads: [tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
+            cosine, sine: [positions, head_dim / 2], of the dtype of heads.
+            positions, slots: int64 [tokens].
+            keys, values: the cache, [num_blocks, num_kv_heads, block_size, head_dim].
+        Returns: the queries, a view of heads [tokens, num_heads, head_dim].
+        """
+        num_tokens, num_rows, head_dim = heads.shape
+        _, num_kv_heads, block_size, _ = keys.shape
+        assert keys.shape == values.shape and keys.shape[3] == head_dim and head_dim % 2 == 0
+        assert heads.dtype == keys.dtype == values.dtype == cosine.dtype == sine.dtype
+        assert cosine.shape == sine.shape and cosine.shape[1] * 2 == head_dim
+        assert positions.shape == slots.shape == (num_tokens,) and positions.dtype == slots.dtype == torch.int64
+        assert _all_contiguous(heads, cosine, sine, positions, slots, keys, values)
+        num_heads = num_rows - 2 * num_kv_heads
+        self._rotate_and_store(
+            heads.data_ptr(), cosine.data_ptr(), sine.data_ptr(), positions.data_ptr(), slots.data_ptr(),
+            keys.data_ptr(), values.data_ptr(), num_tokens, num_heads, num_kv_heads, head_dim, block_size,
+            _is_bf16(heads),
+        )  # fmt: skip
+        return heads[:, :num_heads]
+
+    def attention(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        scale: float,
+        sliding_window: int | None,
+        scratch: torch.Tensor,
+    ) -> torch.Tensor:
+        """Causal attention over the paged cache; `AttentionMetadata` has the arguments' shapes.
+
+        Args:
+            queries: [tokens, num_heads, head_dim], each token's heads contiguous; an even head_dim in bfloat16.
+            scratch: uint8, at least `attention_scratch_bytes`.
+        Returns: [tokens, num_heads, head_dim], contiguous.
+        """
+        num_tokens, num_heads, head_dim = queries.shape
+        _, num_kv_heads, block_size, _ = keys.shape
+        assert keys.shape == values.shape and keys.shape[3] == head_dim and num_heads % num_kv_heads == 0
+        assert queries.dtype == keys.dtype == values.dtype
+        assert num_tokens == 0 or queries.stride()[1:] == (head_dim, 1)
+        assert query_starts.dtype == context_lens.dtype == block_tables.dtype == torch.int32
+        num_rows = context_lens.shape[0]
+        assert query_starts.shape == (num_rows + 1,) and block_tables.shape[0] == num_rows
+        assert _all_contiguous(keys, values, query_starts, context_lens, block_tables)
+        assert scratch.numel() >= self.attention_scratch_bytes(num_heads, num_kv_heads, head_dim, queries.dtype)
+        out = torch.empty(queries.shape, dtype=queries.dtype)
+        self._attention(
+            queries.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(), query_starts.data_ptr(),
+            context_lens.data_ptr(), block_tables.data_ptr(), scratch.data_ptr(), queries.stride(0),
+            block_tables.shape[1], num_rows, num_heads, num_kv_heads, head_dim, block_size, sliding_window or 0, scale,
+            _is_bf16(queries), None,
+        )  # fmt: skip
+        return out
+
+    def attention_scratch_bytes(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Scratch that `attention` needs for heads of this shape, whatever the microbatch."""
+        num_bytes = c_int64()
+        self._attention(
+            None, None, None, None, None, None, None, None, 0, 0, 0, num_heads, num_kv_heads, head_dim, 1, 0, 1.0,
+            int(dtype == torch.bfloat16), ctypes.addressof(num_bytes),
+        )  # fmt: skip
+        return num_bytes.value
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [rows, size], size at least 1. Returns: int64 [rows], of equals the lowest; a NaN is never the largest."""
+        rows, size = x.shape
+        assert x.is_contiguous() and size > 0
+        out = torch.empty(rows, dtype=torch.int64)
+        self._argmax(x.data_ptr(), out.data_ptr(), rows, size, _is_bf16(x))
+        return out
+
+    def top_k(self, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k largest of each row, largest first, equals by rising place.
+
+        Args:
+            x: float32 [rows, size].
+            k: between 1 and size.
+        Returns: float32 [rows, k] values and int64 [rows, k] places.
+        """
+        rows, size = x.shape
+        assert x.is_contiguous() and x.dtype == torch.float32 and 1 <= k <= size
+        values, places = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int64)
+        heap = torch.empty(k, dtype=torch.int64)
+        self._top_k(x.data_ptr(), values.data_ptr(), places.data_ptr(), heap.data_ptr(), rows, size, k)
+        return values, places
+
+    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight: bfloat16 [out_features, in_features], in_features even. Returns: the packed weight, for `linear`."""
+        out_features, in_features = weight.shape
+        assert weight.dtype == torch.bfloat16 and in_features % 2 == 0
+        weight = weight.contiguous()
+        num_panels = -(-out_features // PANEL)
+        packed = torch.empty(num_panels, in_features // 2, PANEL, 2, dtype=torch.bfloat16)
+        zeros = torch.zeros(in_features, dtype=torch.bfloat16)
+        self._pack_linear(weight.data_ptr(), packed.data_ptr(), zeros.data_ptr(), out_features, in_features // 2)
+        return packed
+
+    def unpack_rows(self, packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """rows: int64 [n], below out_features. Returns: these rows of the weight, [n, in_features]."""
+        assert rows.dtype == torch.int64 and rows.is_contiguous()
+        steps = packed.shape[1]
+        out = torch.empty(rows.shape[0], 2 * steps, dtype=torch.bfloat16)
+        self._unpack_rows(packed.data_ptr(), rows.data_ptr(), out.data_ptr(), rows.shape[0], steps)
+        return out
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        out_features: int,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> torch.Tensor:
+        """x: bfloat16 [rows, in_features]. Returns: x Wᵀ + b of this dtype, [rows, out_features], summed in float32.
+
+        A row's result is the same, bit for bit, in every company.
+        """
+        rows, in_features = x.shape
+        assert x.dtype == torch.bfloat16 and in_features == 2 * packed.shape[1]
+        assert out_features <= packed.shape[0] * PANEL and (bias is None or bias.shape == (out_features,))
+        x = x.contiguous()
+        out = torch.empty(rows, out_features, dtype=dtype)
+        pointer = None if bias is None else bias.data_ptr()
+        self._linear(
+            x.data_ptr(), packed.data_ptr(), pointer, out.data_ptr(), rows, out_features, in_features // 2, _is_bf16(out)
+        )
+        return out
+
+
+def _is_bf16(x: torch.Tensor) -> bool:
+    assert x.dtype in DTYPES, f"kernels take {DTYPES}, not {x.dtype}"
+    return x.dtype == torch.bfloat16
+
+
+def _all_contiguous(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)

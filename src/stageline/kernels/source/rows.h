@@ -1,0 +1,172 @@
+// What is done to each row by itself: norm, activation, rotation with the store into the cache, the largest logits.
+#pragma once
+#include "vector.h"
+
+namespace STAGELINE_VARIANT {
+
+// total = x + residual (if any); out = round(total / rms(total)) * weight. Rounded to T after each of the three.
+template <class T>
+static void rms_norm(const T* x, const T* residual, const T* weight, T* total, T* out, int64_t rows, int64_t size,
+                     float eps) {
+    for (int64_t r = 0; r < rows; r++, x += size, out += size) {
+        vf squares[4] = {};
+        const T* sum_row = x;
+        if (residual) {
+            for (int64_t c = 0; c < size; c += W)
+                store(total + c, load(x + c, size - c) + load(residual + c, size - c), size - c);
+            sum_row = total;
+            residual += size;
+            total += size;
+        }
+        for (int64_t c = 0, i = 0; c < size; c += W, i = (i + 1) % 4) {
+            vf wide = load(sum_row + c, size - c);
+            squares[i] = fma(wide, wide, squares[i]);
+        }
+        float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)size;
+        vf inverse_rms = splat(1.0f / __builtin_sqrtf(mean + eps));
+        for (int64_t c = 0; c < size; c += W)
+            store(out + c, rounded<T>(load(sum_row + c, size - c) * inverse_rms) * load(weight + c, size - c), size - c);
+    }
+}
+
+template <class T>
+static void silu_and_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
+    for (int64_t r = 0; r < rows; r++, gate_up += 2 * size, out += size)
+        for (int64_t c = 0; c < size; c += W) {
+            vf gate = load(gate_up + c, size - c), up = load(gate_up + size + c, size - c);
+            store(out + c, rounded<T>(silu(gate)) * up, size - c);
+        }
+}
+
+// Pairs (i, i + half) of one head turned by its angle; each product and the sum rounded to T.
+template <class T>
+INLINE void rotate_head(const T* x, const T* cosine, const T* sine, T* out, int64_t half) {
+    for (int64_t i = 0; i < half; i += W) {
+        int64_t n = half - i;
+        vf a = load(x + i, n), b = load(x + half + i, n), c = load(cosine + i, n), s = load(sine + i, n);
+        store(out + i, rounded<T>(a * c) - rounded<T>(b * s), n);
+        store(out + half + i, rounded<T>(b * c) + rounded<T>(a * s), n);
+    }
+}
+
+INLINE float largest_finite(const float*) { return 3.40282347e38f; }
+INLINE float largest_finite(const bf16*) { return 3.38953139e38f; }
+
+// A hidden key has a weight of zero, and zero times infinity is NaN: one token's overflow would reach others.
+template <class T>
+INLINE void copy_finite(const T* source, T* out, int64_t size) {
+    const vf limit = splat(largest_finite(source));
+    for (int64_t i = 0; i < size; i += W) {
+        vf x = load(source + i, size - i);
+        x = x > limit ? limit : x;
+        x = x < -limit ? -limit : x;
+        store(out + i, x == x ? x : vf{}, size - i);
+    }
+}
+
+struct RotateArguments {
+    void* heads;
+    const void* cosine;
+    const void* sine;
+    const int64_t* positions;
+    const int64_t* slots;
+    void* keys;
+    void* values;
+    int64_t num_tokens;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t block_size;
+};
+
+// Queries are rotated in place; keys are rotated on their way into the cache; values go there as they are, if finite.
+template <class T>
+static void rotate_and_store(const RotateArguments& args) {
+    int64_t d = args.head_dim, half = d / 2, heads_per_token = args.num_heads + 2 * args.num_kv_heads;
+    for (int64_t t = 0; t < args.num_tokens; t++) {
+        T* heads = (T*)args.heads + t * heads_per_token * d;
+        const T* cosine = (const T*)args.cosine + args.positions[t] * half;
+        const T* sine = (const T*)args.sine + args.positions[t] * half;
+        for (int64_t h = 0; h < args.num_heads; h++) rotate_head(heads + h * d, cosine, sine, heads + h * d, half);
+        int64_t block = args.slots[t] / args.block_size, offset = args.slots[t] % args.block_size;
+        for (int64_t h = 0; h < args.num_kv_heads; h++) {
+            int64_t place = ((block * args.num_kv_heads + h) * args.block_size + offset) * d;
+            const T* key = heads + (args.num_heads + h) * d;
+            rotate_head(key, cosine, sine, (T*)args.keys + place, half);
+            copy_finite(key + args.num_kv_heads * d, (T*)args.values + place, d);
+        }
+    }
+}
+
+// The place of the largest element; of equals the first. A row's largest is found first, then where it stands.
+template <class T>
+static void argmax(const T* x, int64_t* out, int64_t rows, int64_t size) {
+    const vf lowest = splat(-__builtin_inff());
+    for (int64_t r = 0; r < rows; r++, x += size) {
+        vf best[4] = {lowest, lowest, lowest, lowest};
+        int64_t c = 0;
+        for (; c + 4 * W <= size; c += 4 * W)
+            for (int i = 0; i < 4; i++) best[i] = maximum(load(x + c + i * W), best[i]);
+        float top = largest(maximum(maximum(best[0], best[1]), maximum(best[2], best[3])));
+        for (; c < size; c++) {
+            float value = load(x + c, 1)[0];
+            top = value > top ? value : top;
+        }
+        out[r] = 0;
+        for (c = 0; c < size; c += W) {
+            vi is_top = load(x + c, size - c) == splat(top);
+            int lane = 0;
+            while (lane < W && c + lane < size && !is_top[lane]) lane++;
+            if (lane < W && c + lane < size) {
+                out[r] = c + lane;
+                break;
+            }
+        }
+    }
+}
+
+struct Leading {
+    float value;
+    int32_t id;
+};
+
+INLINE bool is_behind(Leading a, Leading b) { return a.value < b.value || (a.value == b.value && a.id > b.id); }
+
+// A heap whose root stands behind all others.
+INLINE void sink(Leading* heap, int64_t size, int64_t at) {
+    Leading moved = heap[at];
+    for (int64_t child; (child = 2 * at + 1) < size; at = child) {
+        if (child + 1 < size && is_behind(heap[child + 1], heap[child])) child++;
+        if (!is_behind(heap[child], moved)) break;
+        heap[at] = heap[child];
+    }
+    heap[at] = moved;
+}
+
+// The k largest, largest first, equals by rising place. One pass, beside which a heap of k is kept in `heap`.
+static void top_k(const float* x, float* values, int64_t* ids, Leading* heap, int64_t rows, int64_t size, int64_t k) {
+    for (int64_t r = 0; r < rows; r++, x += size, values += k, ids += k) {
+        for (int64_t c = 0; c < k; c++) heap[c] = {x[c], (int32_t)c};
+        for (int64_t at = k / 2; at-- > 0;) sink(heap, k, at);
+        for (int64_t c = k; c < size; c += W) {
+            int64_t n = size - c < W ? size - c : W;
+            vf block = load(x + c, n);
+            vi is_above = block > splat(heap[0].value);
+            int32_t any = 0;
+            for (int i = 0; i < W; i++) any |= is_above[i];
+            for (int64_t i = 0; any && i < n; i++)
+                if (block[i] > heap[0].value) {
+                    heap[0] = {block[i], (int32_t)(c + i)};
+                    sink(heap, k, 0);
+                }
+        }
+        for (int64_t left = k; left-- > 0;) {
+            values[left] = heap[0].value;
+            ids[left] = heap[0].id;
+            heap[0] = heap[left];
+            sink(heap, left, 0);
+        }
+    }
+}
+
+}  // namespace STAGELINE_VARIANT

@@ -1,0 +1,104 @@
+// The one matrix product behind linear layers and attention: a few rows of A times a panel of B, in registers.
+//
+// A panel is 32 columns of B, packed as [steps][32] words of 32 bits. A word is one float, or the bfloat16 of two
+// consecutive k: then a step is two k. A's rows are read as words too, so one loop serves both types. Every output is
+// accumulated over k from first to last, whatever the number of rows: a row's result never depends on its company.
+#pragma once
+#include "vector.h"
+
+namespace STAGELINE_VARIANT {
+
+constexpr int PANEL = 32;
+constexpr int TILE_VECTORS = 2;
+constexpr int STRIP = TILE_VECTORS * W;  // columns that are in registers at once
+
+// c[r] = c[r] * rescale[r] + a[r] b, or c[r] = a[r] b without rescale. Strides in elements. `ahead` is brought into
+// the cache meanwhile: as many bytes as the panel has.
+typedef void (*TileFunction)(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t steps, float* c,
+                             int64_t c_stride, const float* rescale, const uint32_t* ahead);
+
+template <class T, int ROWS>
+static void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t steps, float* c,
+                          int64_t c_stride, const float* rescale, const uint32_t* ahead) {
+    for (int first = 0; first < PANEL; first += STRIP) {
+        vf acc[ROWS][TILE_VECTORS];
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < TILE_VECTORS; v++)
+                acc[r][v] = rescale ? load(c + r * c_stride + first + v * W) * splat(rescale[r]) : vf{};
+        for (int64_t s = 0; s < steps; s++) {
+            const uint32_t* row = b + s * PANEL + first;
+            __builtin_prefetch(ahead + s * PANEL + first, 0, 2);
+            if constexpr (STRIP == 32) __builtin_prefetch(ahead + s * PANEL + 16, 0, 2);
+            vu column[TILE_VECTORS];
+#pragma GCC unroll 2
+            for (int v = 0; v < TILE_VECTORS; v++) column[v] = load_bits(row + v * W);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) {
+                vu factor = splat_bits(a[r * a_stride + s]);
+#pragma GCC unroll 2
+                for (int v = 0; v < TILE_VECTORS; v++) acc[r][v] = dot<T>(acc[r][v], factor, column[v]);
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < TILE_VECTORS; v++) store(c + r * c_stride + first + v * W, acc[r][v]);
+    }
+}
+
+template <class T>
+static TileFunction tile_function(int rows) {
+#if defined(STAGELINE_AVX512)
+    static constexpr TileFunction functions[] = {
+        multiply_tile<T, 1>,  multiply_tile<T, 2>,  multiply_tile<T, 3>,  multiply_tile<T, 4>,  multiply_tile<T, 5>,
+        multiply_tile<T, 6>,  multiply_tile<T, 7>,  multiply_tile<T, 8>,  multiply_tile<T, 9>,  multiply_tile<T, 10>,
+        multiply_tile<T, 11>, multiply_tile<T, 12>, multiply_tile<T, 13>, multiply_tile<T, 14>};
+#else
+    static constexpr TileFunction functions[] = {multiply_tile<T, 1>, multiply_tile<T, 2>, multiply_tile<T, 3>,
+                                                 multiply_tile<T, 4>};
+#endif
+    static_assert(sizeof functions / sizeof *functions == MAX_TILE_ROWS);
+    return functions[rows - 1];
+}
+
+// Cuts rows into tiles of nearly equal size: small tiles read B as often as large ones.
+struct RowTiles {
+    int64_t rows;
+    int64_t count;
+    explicit RowTiles(int64_t rows) : rows(rows), count((rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS) {}
+    int64_t begin(int64_t tile) const { return rows * tile / count; }
+};
+
+template <class T>
+static void multiply_panel(const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t steps, float* c,
+                           int64_t c_stride, const float* rescale) {
+    RowTiles tiles(rows);
+    for (int64_t tile = 0; tile < tiles.count; tile++) {
+        int64_t first = tiles.begin(tile), count = tiles.begin(tile + 1) - first;
+        tile_function<T>(count)(a + first * a_stride, a_stride, b, steps, c + first * c_stride, c_stride,
+                                rescale ? rescale + first : nullptr, b);
+    }
+}
+
+// Packs one panel: rows[i], of `steps` words, becomes column i.
+INLINE void pack_panel(const uint32_t* const (&rows)[PANEL], int64_t steps, uint32_t* panel) {
+    for (int first = 0; first < PANEL; first += W) {
+        int64_t done = 0;
+        while (done < steps && steps >= W) {
+            if (done + W > steps) done = steps - W;  // the last words once more, rather than one by one
+            vu words[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) words[i] = load_bits(rows[first + i] + done);
+            transpose(words);
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) store_bits(panel + (done + i) * PANEL + first, words[i]);
+            done += W;
+        }
+        for (; done < steps; done++)
+            for (int i = 0; i < W; i++) panel[done * PANEL + first + i] = rows[first + i][done];
+    }
+}
+
+}  // namespace STAGELINE_VARIANT

@@ -1,0 +1,90 @@
+// The functions of one variant, under names that end with the variant's. Plain C: pointers, sizes in elements, and a
+// flag for the type (1: bfloat16, 0: float32). They allocate nothing and check nothing: the callers in cpu.py do.
+#include "attention.h"
+#include "linear.h"
+#include "rows.h"
+
+#define JOIN_(name, variant) stageline_##name##_##variant
+#define JOIN(name, variant) JOIN_(name, variant)
+#define EXPORT(name) extern "C" __attribute__((visibility("default"))) void JOIN(name, STAGELINE_VARIANT)
+
+using namespace STAGELINE_VARIANT;
+
+EXPORT(rms_norm)
+(const void* x, const void* residual, const void* weight, void* total, void* out, int64_t rows, int64_t size, float eps,
+ int32_t is_bf16) {
+    if (is_bf16)
+        rms_norm((const bf16*)x, (const bf16*)residual, (const bf16*)weight, (bf16*)total, (bf16*)out, rows, size, eps);
+    else
+        rms_norm((const float*)x, (const float*)residual, (const float*)weight, (float*)total, (float*)out, rows, size,
+                 eps);
+}
+
+EXPORT(silu_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t size, int32_t is_bf16) {
+    if (is_bf16)
+        silu_and_mul((const bf16*)gate_up, (bf16*)out, rows, size);
+    else
+        silu_and_mul((const float*)gate_up, (float*)out, rows, size);
+}
+
+EXPORT(rotate_and_store)
+(void* heads, const void* cosine, const void* sine, const int64_t* positions, const int64_t* slots, void* keys,
+ void* values, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
+ int32_t is_bf16) {
+    RotateArguments arguments = {heads,      cosine,    sine,         positions, slots,     keys,
+                                 values,     num_tokens, num_heads, num_kv_heads, head_dim, block_size};
+    if (is_bf16)
+        rotate_and_store<bf16>(arguments);
+    else
+        rotate_and_store<float>(arguments);
+}
+
+EXPORT(argmax)(const void* x, int64_t* out, int64_t rows, int64_t size, int32_t is_bf16) {
+    if (is_bf16)
+        argmax((const bf16*)x, out, rows, size);
+    else
+        argmax((const float*)x, out, rows, size);
+}
+
+// heap: 8 k bytes.
+EXPORT(top_k)(const float* x, float* values, int64_t* ids, void* heap, int64_t rows, int64_t size, int64_t k) {
+    top_k(x, values, ids, (Leading*)heap, rows, size, k);
+}
+
+// zeros: 4 steps bytes of zeros.
+EXPORT(pack_linear)(const void* weight, void* packed, const void* zeros, int64_t out_features, int64_t steps) {
+    pack_linear((const uint32_t*)weight, (uint32_t*)packed, out_features, steps, (const uint32_t*)zeros);
+}
+
+EXPORT(unpack_rows)(const void* packed, const int64_t* rows, void* out, int64_t num_rows, int64_t steps) {
+    unpack_rows((const uint32_t*)packed, rows, (uint32_t*)out, num_rows, steps);
+}
+
+EXPORT(linear)
+(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t out_features, int64_t steps,
+ int32_t gives_bf16) {
+    if (gives_bf16)
+        linear((const uint32_t*)x, (const uint32_t*)packed, (const bf16*)bias, (bf16*)out, rows, out_features, steps);
+    else
+        linear((const uint32_t*)x, (const uint32_t*)packed, (const bf16*)bias, (float*)out, rows, out_features, steps);
+}
+
+// Without scratch nothing is computed: `scratch_bytes` is what it has to have.
+EXPORT(attention)
+(const void* queries, void* out, const void* keys, const void* values, const int32_t* query_starts,
+ const int32_t* context_lens, const int32_t* block_tables, void* scratch, int64_t query_stride, int64_t table_stride,
+ int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
+ int64_t sliding_window, float scale, int32_t is_bf16, int64_t* scratch_bytes) {
+    AttentionArguments arguments = {queries,      out,          keys,       values,   query_starts, context_lens,
+                                    block_tables, scratch,      query_stride, table_stride, num_rows, num_heads,
+                                    num_kv_heads, head_dim,     block_size, sliding_window, scale};
+    if (is_bf16) {
+        Attention<bf16> attention(arguments);
+        if (scratch) return attention.run();
+        *scratch_bytes = attention.scratch_bytes();
+    } else {
+        Attention<float> attention(arguments);
+        if (scratch) return attention.run();
+        *scratch_bytes = attention.scratch_bytes();
+    }
+}
