@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 
 def pp_layer_partition(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -14,3 +15,15 @@ def pp_layer_partition(environ: Mapping[str, str] = os.environ) -> str | None:
 def log_level(environ: Mapping[str, str] = os.environ) -> str:
     """STAGELINE_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR."""
     return environ.get("STAGELINE_LOG_LEVEL", "INFO").upper()
+
+
+def kernels(environ: Mapping[str, str] = os.environ) -> str:
+    """STAGELINE_KERNELS: auto, avx512, avx2, portable or torch; how the CPU computes. For tests and comparisons."""
+    return environ.get("STAGELINE_KERNELS") or "auto"
+
+
+def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where compiled kernels are kept: stageline in XDG_CACHE_HOME, or in ~/.cache."""
+    home = environ.get("XDG_CACHE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+    return base / "stageline"

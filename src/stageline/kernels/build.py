@@ -100,11 +100,13 @@ def _lock(path: Path) -> Iterator[None]:
 def _compile(compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         objects = Path(directory)
-        commands = [[compiler, *_FLAGS, "-c", str(SOURCE / "supported.cpp"), "-o", str(objects / "supported.o")]]
-        for variant, flags in variant_flags().items():
-            names = [f"-DSTAGELINE_VARIANT={variant}", f"-DSTAGELINE_{variant.upper()}"]
-            source, target = str(SOURCE / "variant.cpp"), str(objects / f"{variant}.o")
-            commands.append([compiler, *_FLAGS, *flags, *names, "-c", source, "-o", target])
+        commands = []
+        for source in sorted(SOURCE.glob("*.cpp")):
+            variants = {"": ()} if source.stem == "supported" else variant_flags()
+            for variant, flags in variants.items():
+                names = [f"-DSTAGELINE_VARIANT={variant}", f"-DSTAGELINE_{variant.upper()}"] if variant else []
+                target = objects / f"{source.stem}-{variant}.o"
+                commands.append([compiler, *_FLAGS, *flags, *names, "-c", str(source), "-o", str(target)])
         _run_all(commands)
         linked = objects / "linked.so"
         _run_all([[compiler, "-shared", "-Wl,-s", *map(str, objects.glob("*.o")), "-o", str(linked)]])
