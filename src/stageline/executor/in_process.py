@@ -66,11 +66,11 @@ class InProcessExecutor:
             stage.allocate_kv(limits)
 
     def launch(self, microbatch: Microbatch) -> None:
-        if self._loss is not None:
-            raise self._loss
+        self._check_alive()
         self._launched.append(microbatch)
 
     def wait(self) -> MicrobatchResult:
+        self._check_alive()
         if not self._launched:
             raise InternalError("waited for a result while nothing was launched")
         microbatch = self._launched.popleft()
@@ -83,6 +83,10 @@ class InProcessExecutor:
                 raise self._loss from error
         assert isinstance(output, MicrobatchResult)
         return output
+
+    def _check_alive(self) -> None:
+        if self._loss is not None:
+            raise self._loss
 
     def collect_spans(self, since_s: float = 0.0) -> list[Span]:
         return self._recorder.spans(since_s)
