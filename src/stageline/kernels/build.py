@@ -26,7 +26,10 @@ SOURCE = Path(__file__).parent / "source"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno")
 _X86_VARIANTS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx2", "-mfma"),
+    "avx512": (
+        *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni"),
+        *("-mavx2", "-mfma"),
+    ),
     "avx2": ("-mavx2", "-mfma"),
 }
 _PRIVATE = 0o700

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from stageline.kernels import quantized
+
 PANEL = 32
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -27,6 +29,7 @@ _SIGNATURES: dict[str, list[type[Any]]] = {
     "unpack_rows": [_POINTER] * 3 + [_SIZE] * 2,
     "linear": [_POINTER] * 4 + [_SIZE] * 3 + [_FLAG],
     "attention": [_POINTER] * 8 + [_SIZE] * 8 + [c_float, _FLAG, _POINTER],
+    "quantized_linear": quantized.SIGNATURE,
 }
 
 
@@ -69,11 +72,12 @@ class CpuKernels:
         self._unpack_rows = functions["unpack_rows"]
         self._linear = functions["linear"]
         self._attention = functions["attention"]
+        self.quantized_linear = functions["quantized_linear"]  # called by quantized.QuantizedProduct
 
     def rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual: [rows, size]. Returns: (norm of x + residual, x + residual), as `stageline.layers.norm` rounds."""
+        """x, residual: [rows, size]. Returns: (norm of the sum, the sum), rounded as layers.norm is."""
         rows, size = x.shape
         assert x.is_contiguous() and weight.shape == (size,) and weight.dtype == x.dtype
         out = torch.empty_like(x)
@@ -237,7 +241,7 @@ class CpuKernels:
         out = torch.empty(rows, out_features, dtype=dtype)
         pointer = None if bias is None else bias.data_ptr()
         self._linear(
-            x.data_ptr(), packed.data_ptr(), pointer, out.data_ptr(), rows, out_features, in_features // 2, _is_bf16(out)
+            x.data_ptr(), packed.data_ptr(), pointer, out.data_ptr(), rows, out_features, packed.shape[1], _is_bf16(out)
         )
         return out
 

@@ -3,17 +3,18 @@
 
 #define JOIN_(name, variant) stageline_##name##_##variant
 #define JOIN(name, variant) JOIN_(name, variant)
-#define EXPORT(type, name) extern "C" __attribute__((visibility("default"))) type JOIN(name, STAGELINE_VARIANT)
+#define EXPORT(name) extern "C" __attribute__((visibility("default"))) void JOIN(name, STAGELINE_VARIANT)
 
 using namespace STAGELINE_VARIANT;
 
-// What `plan->scratch` must have.
-EXPORT(int64_t, quantized_scratch_bytes)(int64_t num_columns) { return quantized_scratch_bytes(num_columns); }
-
-// x: [num_rows][columns] -> out: [num_rows][rows of all matrices], both of the plan's type.
-EXPORT(void, quantized_linear)(const QuantizedPlan* plan, const void* x, int64_t num_rows, void* out) {
-    if (plan->is_bf16)
-        quantized_linear(*plan, (const bf16*)x, num_rows, (bf16*)out);
+// x: [num_rows][columns] -> out: [num_rows][rows of all matrices].
+EXPORT(quantized_linear)
+(const QuantizedPlan* plan, const void* x, int64_t num_rows, void* out, void* scratch, int32_t takes_bf16,
+ int32_t gives_bf16) {
+    if (takes_bf16 && gives_bf16)
+        quantized_linear(*plan, (const bf16*)x, num_rows, (bf16*)out, (int8_t*)scratch);
+    else if (takes_bf16)
+        quantized_linear(*plan, (const bf16*)x, num_rows, (float*)out, (int8_t*)scratch);
     else
-        quantized_linear(*plan, (const float*)x, num_rows, (float*)out);
+        quantized_linear(*plan, (const float*)x, num_rows, (float*)out, (int8_t*)scratch);
 }

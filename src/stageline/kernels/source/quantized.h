@@ -33,10 +33,8 @@ struct QuantizedMatrix {
 struct QuantizedPlan {
     const QuantizedMatrix* matrices;
     const float* bias;
-    char* scratch;
     int64_t num_matrices;
     int64_t num_columns;
-    int64_t is_bf16;
 };
 
 // A block of one row of activations: x = scale * quant. What an offset takes from a block's product is known here.
@@ -307,28 +305,24 @@ static void quantize_rows(const T* x, int64_t num_rows, int64_t num_blocks, int8
     }
 }
 
-static int64_t quantized_scratch_bytes(int64_t num_columns) {
-    return ROWS_AT_ONCE * (num_columns + num_columns / BLOCK * (int64_t)sizeof(BlockOfX));
-}
-
-template <class T>
-static void quantized_linear(const QuantizedPlan& plan, const T* x, int64_t num_rows, T* out) {
+// scratch: for each of min(num_rows, ROWS_AT_ONCE) rows, one byte a column and a BlockOfX a block.
+template <class X, class Y>
+static void quantized_linear(const QuantizedPlan& plan, const X* x, int64_t num_rows, Y* out, int8_t* scratch) {
     int64_t num_blocks = plan.num_columns / BLOCK, stride = 0;
     for (int64_t m = 0; m < plan.num_matrices; m++) stride += plan.matrices[m].num_rows;
-    int8_t* quants = (int8_t*)plan.scratch;
-    BlockOfX* blocks = (BlockOfX*)(quants + ROWS_AT_ONCE * plan.num_columns);
+    BlockOfX* blocks = (BlockOfX*)(scratch + (num_rows < ROWS_AT_ONCE ? num_rows : ROWS_AT_ONCE) * plan.num_columns);
     for (int64_t row = 0; row < num_rows; row += ROWS_AT_ONCE) {
         int64_t rows = num_rows - row < ROWS_AT_ONCE ? num_rows - row : ROWS_AT_ONCE, column = 0;
-        quantize_rows(x + row * plan.num_columns, rows, num_blocks, quants, blocks);
+        quantize_rows(x + row * plan.num_columns, rows, num_blocks, scratch, blocks);
         for (int64_t m = 0; m < plan.num_matrices; m++) {
             const QuantizedMatrix& matrix = plan.matrices[m];
             QuantizedOutput output = {out + row * stride + column, stride, plan.bias ? plan.bias + column : nullptr,
-                                      sizeof(T) == 2};
+                                      sizeof(Y) == 2};
             auto multiply = matrix.kind == FOUR_BITS           ? multiply_matrix<FOUR_BITS>
                             : matrix.kind == FOUR_BITS_MINIMUM ? multiply_matrix<FOUR_BITS_MINIMUM>
                             : matrix.kind == EIGHT_BITS        ? multiply_matrix<EIGHT_BITS>
                                                                : multiply_matrix<EIGHT_BITS_HALVES>;
-            multiply(matrix, num_blocks, quants, blocks, rows, output);
+            multiply(matrix, num_blocks, scratch, blocks, rows, output);
             column += matrix.num_rows;
         }
     }

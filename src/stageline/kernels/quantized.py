@@ -1,0 +1,189 @@
+"""Matrices of GGUF's quantised weights, packed for integer dot products, and the linear layer over them.
+
+One idea: GGML's types are of four kinds, all w = scale * (number - offset) or scale * number + minimum with unsigned
+numbers in blocks of 32. A matrix is cut into panels of 64 rows; a panel's numbers are one stream, block by block, in
+the order in which the kernel reads them: 16 rows side by side, four numbers of each at a time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 32
+_PANEL, _GROUP, _AT_ONCE = 64, 16, 4
+_NUM_GROUPS, _STEPS = _PANEL // _GROUP, BLOCK // _AT_ONCE
+_ROWS_AT_ONCE = 96
+_BLOCK_OF_X_BYTES = 24
+_RUN_ELEMENTS = 2**22
+
+SIGNATURE: list[type[Any]] = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_int32]
+
+
+class Kind(IntEnum):
+    """How a block of 32 numbers makes weights; the C++ side has the same numbers.
+
+    FOUR_BITS: scale * (number - 8). FOUR_BITS_MINIMUM: scale * number + minimum. EIGHT_BITS: scale * (number - 128).
+    EIGHT_BITS_HALVES: the same with a scale for each half of the block.
+    """
+
+    FOUR_BITS = 0
+    FOUR_BITS_MINIMUM = 1
+    EIGHT_BITS = 2
+    EIGHT_BITS_HALVES = 3
+
+    @property
+    def is_four_bits(self) -> bool:
+        return self in (Kind.FOUR_BITS, Kind.FOUR_BITS_MINIMUM)
+
+    @property
+    def num_scales(self) -> int:
+        """Float16 numbers of a block: scale; scale and minimum; or two scales."""
+        return 1 if self in (Kind.FOUR_BITS, Kind.EIGHT_BITS) else 2
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A packed matrix [num_rows, num_columns].
+
+    Args:
+        numbers: uint8 [panels, blocks, groups, 4 or 8, 16, 4]; in four bits, place k of a block shares its byte with
+            place k + 16, which has the upper half.
+        scales: float16 [panels, blocks, groups, scales of a block, 16].
+    """
+
+    kind: Kind
+    num_rows: int
+    num_columns: int
+    numbers: torch.Tensor
+    scales: torch.Tensor
+
+    @staticmethod
+    def empty(kind: Kind, num_rows: int, num_columns: int) -> QuantizedMatrix:
+        """A matrix to be filled with `pack_rows`. num_columns: a multiple of 32."""
+        assert num_columns % BLOCK == 0
+        panels, blocks, steps = -(-num_rows // _PANEL), num_columns // BLOCK, _STEPS // (2 if kind.is_four_bits else 1)
+        numbers = torch.zeros(panels, blocks, _NUM_GROUPS, steps, _GROUP, _AT_ONCE, dtype=torch.uint8)
+        scales = torch.zeros(panels, blocks, _NUM_GROUPS, kind.num_scales, _GROUP, dtype=torch.float16)
+        return QuantizedMatrix(kind, num_rows, num_columns, numbers, scales)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return self.numbers.numel() + 2 * self.scales.numel()
+
+    def pack_rows(self, first: int, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+        """Fill rows from `first` on, a multiple of 64.
+
+        Args:
+            numbers: uint8 [rows, num_columns]; fewer rows than a multiple of 64 only at the matrix's end.
+            scales: [rows, blocks, scales of a block], finite in float16.
+        """
+        rows, panel = numbers.shape[0], first // _PANEL
+        panels, blocks = -(-rows // _PANEL), self.num_columns // BLOCK
+        missing = panels * _PANEL - rows
+        assert first % _PANEL == 0 and (missing == 0 or first + rows == self.num_rows)
+        padded = F.pad(numbers, (0, 0, 0, missing)) if missing else numbers
+        words = padded.view(torch.int32).view(panels, _NUM_GROUPS, _GROUP, blocks, _STEPS).permute(0, 3, 1, 4, 2)
+        if self.kind.is_four_bits:
+            words = words[..., : _STEPS // 2, :] | (words[..., _STEPS // 2 :, :] << 4)
+        self.numbers[panel : panel + panels].view(torch.int32).squeeze(-1).copy_(words)
+        padded = F.pad(scales, (0, 0, 0, 0, 0, missing)) if missing else scales
+        padded = padded.view(panels, _NUM_GROUPS, _GROUP, blocks, self.kind.num_scales)
+        self.scales[panel : panel + panels].copy_(padded.permute(0, 3, 1, 4, 2))
+
+    def rows(self, places: torch.Tensor) -> torch.Tensor:
+        """places: int64 [n]. Returns: these rows of the matrix, float32 [n, num_columns]."""
+        panel, group, row = places // _PANEL, places % _PANEL // _GROUP, places % _GROUP
+        numbers = self.numbers[panel, :, group, :, row].flatten(2)
+        scales = self.scales[panel, :, group, :, row].float()
+        if self.kind.is_four_bits:
+            numbers = torch.cat((numbers & 15, numbers >> 4), dim=-1)
+        wide = numbers.float()
+        if self.kind == Kind.FOUR_BITS_MINIMUM:
+            wide = wide * scales[..., :1] + scales[..., 1:]
+        else:
+            offset = 8 if self.kind == Kind.FOUR_BITS else 128
+            parts = (wide - offset).view(*scales.shape, BLOCK // self.kind.num_scales)
+            wide = parts * scales.unsqueeze(-1)
+        return wide.view(places.shape[0], self.num_columns)
+
+
+class _MatrixStruct(ctypes.Structure):
+    _fields_ = [("numbers", c_void_p), ("scales", c_void_p), ("num_rows", c_int64), ("kind", c_int64)]
+
+
+class _PlanStruct(ctypes.Structure):
+    _fields_ = [("matrices", c_void_p), ("bias", c_void_p), ("num_matrices", c_int64), ("num_columns", c_int64)]
+
+
+class QuantizedProduct:
+    """x times the rows of some matrices, side by side, in one call of the kernel.
+
+    Args:
+        function: the kernel of a variant; None computes with torch.
+        matrices: with the same number of columns.
+        bias: [rows of all matrices] or None.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., None] | None,
+        matrices: Sequence[QuantizedMatrix],
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        self.matrices = tuple(matrices)
+        self.num_rows = sum(matrix.num_rows for matrix in matrices)
+        self.num_columns = matrices[0].num_columns
+        assert all(matrix.num_columns == self.num_columns for matrix in matrices)
+        assert bias is None or bias.shape == (self.num_rows,)
+        self._function = function
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._structs = (_MatrixStruct * len(matrices))(
+            *[_MatrixStruct(m.numbers.data_ptr(), m.scales.data_ptr(), m.num_rows, m.kind) for m in matrices]
+        )
+        bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        self._plan = _PlanStruct(ctypes.addressof(self._structs), bias_pointer, len(matrices), self.num_columns)
+        self._plan_pointer = ctypes.addressof(self._plan)
+        self._scratch_bytes_per_row = self.num_columns + self.num_columns // BLOCK * _BLOCK_OF_X_BYTES
+
+    def __call__(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Args: x: bfloat16 or float32 [rows, num_columns]. dtype: of the result; float32 if x is.
+        Returns: [rows, num_rows]. A row's result is the same, bit for bit, in every company.
+        """
+        rows, columns = x.shape
+        assert columns == self.num_columns and x.device.type == "cpu"
+        if self._function is None:
+            return self._with_torch(x).to(dtype)
+        takes_bf16, gives_bf16 = x.dtype == torch.bfloat16, dtype == torch.bfloat16
+        assert takes_bf16 or (x.dtype == torch.float32 and not gives_bf16)
+        x = x.contiguous()
+        out = torch.empty(rows, self.num_rows, dtype=dtype)
+        scratch = torch.empty(min(rows, _ROWS_AT_ONCE) * self._scratch_bytes_per_row, dtype=torch.uint8)
+        self._function(
+            self._plan_pointer, x.data_ptr(), rows, out.data_ptr(), scratch.data_ptr(), takes_bf16, gives_bf16
+        )
+        return out
+
+    def _with_torch(self, x: torch.Tensor) -> torch.Tensor:
+        """The same rounding of x, but products in float32, of weights made anew each time."""
+        blocks = x.float().reshape(x.shape[0], -1, BLOCK)
+        bounds = blocks.abs().amax(-1, keepdim=True)
+        largest = torch.full_like(bounds, 127.0)
+        to_numbers = torch.where(bounds > 0, largest / bounds, 0.0)
+        rounded = ((blocks * to_numbers).round_() * (bounds / largest)).flatten(1)
+        parts = []
+        for matrix in self.matrices:
+            at_once = max(1, _RUN_ELEMENTS // self.num_columns)
+            for first in range(0, matrix.num_rows, at_once):
+                places = torch.arange(first, min(first + at_once, matrix.num_rows))
+                parts.append(rounded @ matrix.rows(places).T)
+        product = torch.cat(parts, dim=1)
+        return product if self._bias is None else product + self._bias
