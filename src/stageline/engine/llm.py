@@ -23,6 +23,8 @@ from stageline.engine.output_stream import OutputStream
 from stageline.engine.startup import choose_max_model_len, start_pipeline
 from stageline.errors import RequestError
 from stageline.executor.executor import OnProgress
+from stageline.executor.messages import StageLoaded
+from stageline.kv.kv_plan import KVPlan
 from stageline.outputs import RequestOutput
 from stageline.sampling import SamplingParams
 from stageline.timeline.span import Span
@@ -137,6 +139,16 @@ class LLM:
         return self._inputs.default_params()
 
     # ---- what users look at ----
+
+    @property
+    def kv_plan(self) -> KVPlan:
+        """The agreed KV cache, and each stage's side of it."""
+        return self._pipeline.kv_plan
+
+    @property
+    def stage_reports(self) -> tuple[StageLoaded, ...]:
+        """What each stage found out while loading."""
+        return self._pipeline.reports
 
     def startup_table(self) -> str:
         """Which stage holds what; also logged at start."""

@@ -35,6 +35,7 @@ class Pipeline:
 
     core: EngineCore
     partition: tuple[StageLayers, ...]
+    reports: tuple[StageLoaded, ...]
     kv_plan: KVPlan
     max_model_len: int
     table: str
@@ -89,7 +90,7 @@ def start_pipeline(
             max_model_len,
         )
     core = _make_core(config, executor, plan, max_model_len, clock)
-    return Pipeline(core, partition, plan, max_model_len, table)
+    return Pipeline(core, partition, tuple(reports), plan, max_model_len, table)
 
 
 def _make_executor(
