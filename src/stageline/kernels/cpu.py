@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from stageline.kernels import quantized
+from stageline.kernels import gemm, quantized
 
-PANEL = 32
 DTYPES = (torch.bfloat16, torch.float32)
 
 _POINTER, _SIZE, _FLAG = c_void_p, c_int64, c_int32
@@ -25,11 +24,9 @@ _SIGNATURES: dict[str, list[type[Any]]] = {
     "rotate_and_store": [_POINTER] * 7 + [_SIZE] * 5 + [_FLAG],
     "argmax": [_POINTER] * 2 + [_SIZE] * 2 + [_FLAG],
     "top_k": [_POINTER] * 4 + [_SIZE] * 3,
-    "pack_linear": [_POINTER] * 3 + [_SIZE] * 2,
-    "unpack_rows": [_POINTER] * 3 + [_SIZE] * 2,
-    "linear": [_POINTER] * 4 + [_SIZE] * 3 + [_FLAG],
     "attention": [_POINTER] * 8 + [_SIZE] * 8 + [c_float, _FLAG, _POINTER],
     "quantized_linear": quantized.SIGNATURE,
+    **gemm.SIGNATURES,
 }
 
 
@@ -54,7 +51,7 @@ class KernelLibrary:
 
 
 class CpuKernels:
-    """One variant's kernels, for contiguous tensors on the CPU in bfloat16 or float32. Thread-safe; no state.
+    """One variant's kernels, for contiguous tensors on the CPU in bfloat16 or float32; `gemm` has linear layers.
 
     Args:
         variant: "avx512", "avx2" or "portable".
@@ -68,11 +65,14 @@ class CpuKernels:
         self._rotate_and_store = functions["rotate_and_store"]
         self._argmax = functions["argmax"]
         self._top_k = functions["top_k"]
-        self._pack_linear = functions["pack_linear"]
-        self._unpack_rows = functions["unpack_rows"]
-        self._linear = functions["linear"]
+        self.gemm = gemm.Gemm(functions)
         self._attention = functions["attention"]
         self.quantized_linear = functions["quantized_linear"]  # called by quantized.QuantizedProduct
+
+    @property
+    def has_fast_linear(self) -> bool:
+        """Whether `linear` beats torch's and oneDNN's; only vectors wide enough for that do."""
+        return self.variant != "portable"
 
     def rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
@@ -202,48 +202,6 @@ class CpuKernels:
         heap = torch.empty(k, dtype=torch.int64)
         self._top_k(x.data_ptr(), values.data_ptr(), places.data_ptr(), heap.data_ptr(), rows, size, k)
         return values, places
-
-    def pack_linear(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight: bfloat16 [out_features, in_features], in_features even. Returns: the packed weight, for `linear`."""
-        out_features, in_features = weight.shape
-        assert weight.dtype == torch.bfloat16 and in_features % 2 == 0
-        weight = weight.contiguous()
-        num_panels = -(-out_features // PANEL)
-        packed = torch.empty(num_panels, in_features // 2, PANEL, 2, dtype=torch.bfloat16)
-        zeros = torch.zeros(in_features, dtype=torch.bfloat16)
-        self._pack_linear(weight.data_ptr(), packed.data_ptr(), zeros.data_ptr(), out_features, in_features // 2)
-        return packed
-
-    def unpack_rows(self, packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """rows: int64 [n], below out_features. Returns: these rows of the weight, [n, in_features]."""
-        assert rows.dtype == torch.int64 and rows.is_contiguous()
-        steps = packed.shape[1]
-        out = torch.empty(rows.shape[0], 2 * steps, dtype=torch.bfloat16)
-        self._unpack_rows(packed.data_ptr(), rows.data_ptr(), out.data_ptr(), rows.shape[0], steps)
-        return out
-
-    def linear(
-        self,
-        x: torch.Tensor,
-        packed: torch.Tensor,
-        out_features: int,
-        bias: torch.Tensor | None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> torch.Tensor:
-        """x: bfloat16 [rows, in_features]. Returns: x Wᵀ + b of this dtype, [rows, out_features], summed in float32.
-
-        A row's result is the same, bit for bit, in every company.
-        """
-        rows, in_features = x.shape
-        assert x.dtype == torch.bfloat16 and in_features == 2 * packed.shape[1]
-        assert out_features <= packed.shape[0] * PANEL and (bias is None or bias.shape == (out_features,))
-        x = x.contiguous()
-        out = torch.empty(rows, out_features, dtype=dtype)
-        pointer = None if bias is None else bias.data_ptr()
-        self._linear(
-            x.data_ptr(), packed.data_ptr(), pointer, out.data_ptr(), rows, out_features, packed.shape[1], _is_bf16(out)
-        )
-        return out
 
 
 def _is_bf16(x: torch.Tensor) -> bool:

@@ -4,6 +4,8 @@
 // consecutive k: then a step is two k. A's rows are read as words too, so one loop serves both types. Every output is
 // accumulated over k from first to last, whatever the number of rows: a row's result never depends on its company.
 #pragma once
+#include <utility>
+
 #include "vector.h"
 
 namespace STAGELINE_VARIANT {
@@ -12,14 +14,20 @@ constexpr int PANEL = 32;
 constexpr int TILE_VECTORS = 2;
 constexpr int STRIP = TILE_VECTORS * W;  // columns that are in registers at once
 
-// c[r] = c[r] * rescale[r] + a[r] b, or c[r] = a[r] b without rescale. Strides in elements. `ahead` is brought into
-// the cache meanwhile: as many bytes as the panel has.
-typedef void (*TileFunction)(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t steps, float* c,
-                             int64_t c_stride, const float* rescale, const uint32_t* ahead);
+// Memory that is brought into the cache meanwhile: from there, so much further with each step.
+struct Ahead {
+    const char* from;
+    int64_t step_bytes;
+};
 
-template <class T, int ROWS>
+// c[r] = c[r] * rescale[r] + a[r] b, or c[r] = a[r] b without rescale. Strides in elements.
+typedef void (*TileFunction)(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t steps, float* c,
+                             int64_t c_stride, const float* rescale, Ahead ahead);
+
+// LINES_AHEAD: cache lines fetched per step. LOCALITY: 3 into the first-level cache, 2 into the second.
+template <class T, int ROWS, int LINES_AHEAD, int LOCALITY>
 static void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t steps, float* c,
-                          int64_t c_stride, const float* rescale, const uint32_t* ahead) {
+                          int64_t c_stride, const float* rescale, Ahead ahead) {
     for (int first = 0; first < PANEL; first += STRIP) {
         vf acc[ROWS][TILE_VECTORS];
 #pragma GCC unroll 16
@@ -29,8 +37,9 @@ static void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b
                 acc[r][v] = rescale ? load(c + r * c_stride + first + v * W) * splat(rescale[r]) : vf{};
         for (int64_t s = 0; s < steps; s++) {
             const uint32_t* row = b + s * PANEL + first;
-            __builtin_prefetch(ahead + s * PANEL + first, 0, 2);
-            if constexpr (STRIP == 32) __builtin_prefetch(ahead + s * PANEL + 16, 0, 2);
+#pragma GCC unroll 2
+            for (int line = 0; line < LINES_AHEAD; line++) __builtin_prefetch(ahead.from + 64 * line, 0, LOCALITY);
+            ahead.from += ahead.step_bytes;
             vu column[TILE_VECTORS];
 #pragma GCC unroll 2
             for (int v = 0; v < TILE_VECTORS; v++) column[v] = load_bits(row + v * W);
@@ -48,26 +57,22 @@ static void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b
     }
 }
 
-template <class T>
-static TileFunction tile_function(int rows) {
-#if defined(STAGELINE_AVX512)
-    static constexpr TileFunction functions[] = {
-        multiply_tile<T, 1>,  multiply_tile<T, 2>,  multiply_tile<T, 3>,  multiply_tile<T, 4>,  multiply_tile<T, 5>,
-        multiply_tile<T, 6>,  multiply_tile<T, 7>,  multiply_tile<T, 8>,  multiply_tile<T, 9>,  multiply_tile<T, 10>,
-        multiply_tile<T, 11>, multiply_tile<T, 12>, multiply_tile<T, 13>, multiply_tile<T, 14>};
-#else
-    static constexpr TileFunction functions[] = {multiply_tile<T, 1>, multiply_tile<T, 2>, multiply_tile<T, 3>,
-                                                 multiply_tile<T, 4>};
-#endif
-    static_assert(sizeof functions / sizeof *functions == MAX_TILE_ROWS);
+template <class T, int LINES_AHEAD = 0, int LOCALITY = 0, int... LESS_ONE>
+static TileFunction tile_function(int rows, std::integer_sequence<int, LESS_ONE...>) {
+    static constexpr TileFunction functions[] = {multiply_tile<T, LESS_ONE + 1, LINES_AHEAD, LOCALITY>...};
     return functions[rows - 1];
+}
+
+template <class T, int MAX_ROWS = MAX_TILE_ROWS, int LINES_AHEAD = 0, int LOCALITY = 0>
+static TileFunction tile_function(int rows) {
+    return tile_function<T, LINES_AHEAD, LOCALITY>(rows, std::make_integer_sequence<int, MAX_ROWS>());
 }
 
 // Cuts rows into tiles of nearly equal size: small tiles read B as often as large ones.
 struct RowTiles {
     int64_t rows;
     int64_t count;
-    explicit RowTiles(int64_t rows) : rows(rows), count((rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS) {}
+    explicit RowTiles(int64_t rows, int64_t most = MAX_TILE_ROWS) : rows(rows), count((rows + most - 1) / most) {}
     int64_t begin(int64_t tile) const { return rows * tile / count; }
 };
 
@@ -78,7 +83,7 @@ static void multiply_panel(const uint32_t* a, int64_t a_stride, int64_t rows, co
     for (int64_t tile = 0; tile < tiles.count; tile++) {
         int64_t first = tiles.begin(tile), count = tiles.begin(tile + 1) - first;
         tile_function<T>(count)(a + first * a_stride, a_stride, b, steps, c + first * c_stride, c_stride,
-                                rescale ? rescale + first : nullptr, b);
+                                rescale ? rescale + first : nullptr, Ahead{});
     }
 }
 

@@ -1,7 +1,6 @@
 // The functions of one variant, under names that end with the variant's. Plain C: pointers, sizes in elements, and a
 // flag for the type (1: bfloat16, 0: float32). They allocate nothing and check nothing: the callers in cpu.py do.
 #include "attention.h"
-#include "linear.h"
 #include "rows.h"
 
 #define JOIN_(name, variant) stageline_##name##_##variant
@@ -49,24 +48,6 @@ EXPORT(argmax)(const void* x, int64_t* out, int64_t rows, int64_t size, int32_t 
 // heap: 8 k bytes.
 EXPORT(top_k)(const float* x, float* values, int64_t* ids, void* heap, int64_t rows, int64_t size, int64_t k) {
     top_k(x, values, ids, (Leading*)heap, rows, size, k);
-}
-
-// zeros: 4 steps bytes of zeros.
-EXPORT(pack_linear)(const void* weight, void* packed, const void* zeros, int64_t out_features, int64_t steps) {
-    pack_linear((const uint32_t*)weight, (uint32_t*)packed, out_features, steps, (const uint32_t*)zeros);
-}
-
-EXPORT(unpack_rows)(const void* packed, const int64_t* rows, void* out, int64_t num_rows, int64_t steps) {
-    unpack_rows((const uint32_t*)packed, rows, (uint32_t*)out, num_rows, steps);
-}
-
-EXPORT(linear)
-(const void* x, const void* packed, const void* bias, void* out, int64_t rows, int64_t out_features, int64_t steps,
- int32_t gives_bf16) {
-    if (gives_bf16)
-        linear((const uint32_t*)x, (const uint32_t*)packed, (const bf16*)bias, (bf16*)out, rows, out_features, steps);
-    else
-        linear((const uint32_t*)x, (const uint32_t*)packed, (const bf16*)bias, (float*)out, rows, out_features, steps);
 }
 
 // Without scratch nothing is computed: `scratch_bytes` is what it has to have.

@@ -1,0 +1,140 @@
+"""Linear layers in bfloat16 over weights that are packed once, as functions of tensors. Checked here, not in C++.
+
+One idea: `PackedWeight` is the only form in which a weight is kept, so it serves every number of rows, a gated MLP's
+first half in one pass, an LM head, and the rows of an embedding that shares the head's matrix. A row's result is the
+same, bit for bit, whatever other rows there are.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from stageline.kernels.huge_pages import HugePages
+
+PANEL = 32
+
+SIGNATURES: dict[str, list[type[Any]]] = {
+    "gemm": [c_void_p] * 4 + [c_int64] * 4 + [c_int32],
+    "gemm_gated": [c_void_p] * 4 + [c_int64] * 4,
+    "gemm_largest": [c_void_p] * 5 + [c_int64] * 4,
+    "gemm_pack": [c_void_p] * 3 + [c_int64] * 2 + [c_int32],
+    "gemm_unpack": [c_void_p] * 3 + [c_int64] * 2,
+}
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight and its bias, ready for `Gemm`.
+
+    Args:
+        panels: bfloat16 [panels, in_features / 2 rounded up, 32 columns, 2].
+        bias: bfloat16, one per row of the weight, or None.
+        out_features: columns of the result.
+        in_features: columns of x.
+        is_gated: packed for `Gemm.gated`, else for the other functions.
+    """
+
+    panels: torch.Tensor
+    bias: torch.Tensor | None
+    out_features: int
+    in_features: int
+    is_gated: bool
+
+
+class Gemm:
+    """One variant's functions. Not more than one thread may pack at a time; the rest may run in several.
+
+    Args:
+        functions: by name, as in SIGNATURES.
+    """
+
+    def __init__(self, functions: dict[str, Any]) -> None:
+        self._gemm = functions["gemm"]
+        self._gated = functions["gemm_gated"]
+        self._largest = functions["gemm_largest"]
+        self._pack = functions["gemm_pack"]
+        self._unpack = functions["gemm_unpack"]
+        self._memory = HugePages()
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None, is_gated: bool = False) -> PackedWeight:
+        """Args:
+        weight: bfloat16 [out_features, in_features]; if gated [2 * out_features, in_features], the gate first.
+        bias: bfloat16, one per row of the weight.
+        """
+        rows, in_features = weight.shape
+        assert weight.dtype == torch.bfloat16 and in_features > 0 and (not is_gated or rows % 2 == 0)
+        assert bias is None or (bias.shape == (rows,) and bias.dtype == torch.bfloat16)
+        weight = _even(weight).contiguous()
+        out_features, columns = (rows // 2, PANEL // 2) if is_gated else (rows, PANEL)
+        steps = weight.shape[1] // 2
+        panels = self._memory.empty((-(-out_features // columns), steps, PANEL, 2), torch.bfloat16)
+        zeros = torch.zeros(2 * steps, dtype=torch.bfloat16)
+        self._pack(weight.data_ptr(), panels.data_ptr(), zeros.data_ptr(), out_features, steps, is_gated)
+        return PackedWeight(panels, None if bias is None else bias.contiguous(), out_features, in_features, is_gated)
+
+    def unpack(self, weight: PackedWeight, rows: torch.Tensor) -> torch.Tensor:
+        """rows: int64 [n], below out_features. Returns: these rows of the weight, bfloat16 [n, in_features]."""
+        assert not weight.is_gated and rows.dtype == torch.int64 and rows.ndim == 1
+        rows = rows.contiguous()
+        steps = weight.panels.shape[1]
+        out = torch.empty(rows.shape[0], 2 * steps, dtype=torch.bfloat16)
+        self._unpack(weight.panels.data_ptr(), rows.data_ptr(), out.data_ptr(), rows.shape[0], steps)
+        return out[:, : weight.in_features]
+
+    def linear(self, x: torch.Tensor, weight: PackedWeight, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """x Wᵀ + b, summed in float32 and rounded once.
+
+        Args:
+            x: bfloat16 [rows, in_features].
+            dtype: bfloat16 or float32, the result's.
+        Returns: [rows, out_features].
+        """
+        assert not weight.is_gated and dtype in (torch.bfloat16, torch.float32)
+        x, out = _rows(x, weight), torch.empty(x.shape[0], weight.out_features, dtype=dtype)
+        self._gemm(*_operands(x, weight), out.data_ptr(), *_sizes(x, weight), dtype == torch.bfloat16)
+        return out
+
+    def gated(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+        """silu(gate(x)) * up(x), summed and multiplied in float32 and rounded once.
+
+        Args: x: bfloat16 [rows, in_features]. Returns: bfloat16 [rows, out_features].
+        """
+        assert weight.is_gated
+        x, out = _rows(x, weight), torch.empty(x.shape[0], weight.out_features, dtype=torch.bfloat16)
+        self._gated(*_operands(x, weight), out.data_ptr(), *_sizes(x, weight))
+        return out
+
+    def largest(self, x: torch.Tensor, weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest of `linear`'s float32 results in each row, of equals the first; the others are not written.
+
+        Args: x: bfloat16 [rows, in_features]. Returns: int64 [rows] places and float32 [rows] values.
+        """
+        assert not weight.is_gated
+        x, places = _rows(x, weight), torch.empty(x.shape[0], dtype=torch.int64)
+        values = torch.empty(x.shape[0], dtype=torch.float32)
+        self._largest(*_operands(x, weight), places.data_ptr(), values.data_ptr(), *_sizes(x, weight))
+        return places, values
+
+
+def _rows(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """x as the kernels read it: rows of whole words of two elements."""
+    assert x.dtype == torch.bfloat16 and x.ndim == 2 and x.shape[1] == weight.in_features
+    x = _even(x)
+    return x if x.stride(1) == 1 and x.stride(0) % 2 == 0 else x.contiguous()
+
+
+def _even(matrix: torch.Tensor) -> torch.Tensor:
+    return F.pad(matrix, (0, 1)) if matrix.shape[1] % 2 else matrix
+
+
+def _operands(x: torch.Tensor, weight: PackedWeight) -> tuple[int, int, int | None]:
+    return x.data_ptr(), weight.panels.data_ptr(), None if weight.bias is None else weight.bias.data_ptr()
+
+
+def _sizes(x: torch.Tensor, weight: PackedWeight) -> tuple[int, int, int, int]:
+    return x.stride(0) // 2, x.shape[0], weight.out_features, x.shape[1] // 2

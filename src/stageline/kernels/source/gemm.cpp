@@ -1,0 +1,49 @@
+// Linear layers of one variant, under names that end with the variant's; called by gemm.py, which checks.
+//
+// x_stride is in words of two elements, steps is half of in_features.
+#include "gemm.h"
+
+#define JOIN_(name, variant) stageline_##name##_##variant
+#define JOIN(name, variant) JOIN_(name, variant)
+#define EXPORT(name) extern "C" __attribute__((visibility("default"))) void JOIN(name, STAGELINE_VARIANT)
+
+using namespace STAGELINE_VARIANT;
+
+static LinearArguments arguments(const void* x, const void* packed, const void* bias, void* out, int64_t x_stride,
+                                 int64_t rows, int64_t out_features, int64_t steps) {
+    return {(const uint32_t*)x, (const uint32_t*)packed, (const bf16*)bias, out, x_stride, rows, out_features, steps};
+}
+
+EXPORT(gemm)
+(const void* x, const void* packed, const void* bias, void* out, int64_t x_stride, int64_t rows, int64_t out_features,
+ int64_t steps, int32_t gives_bf16) {
+    LinearArguments args = arguments(x, packed, bias, out, x_stride, rows, out_features, steps);
+    if (gives_bf16)
+        linear(args, Stored<bf16>{args});
+    else
+        linear(args, Stored<float>{args});
+}
+
+EXPORT(gemm_gated)
+(const void* x, const void* packed, const void* bias, void* out, int64_t x_stride, int64_t rows, int64_t out_features,
+ int64_t steps) {
+    LinearArguments args = arguments(x, packed, bias, out, x_stride, rows, out_features, steps);
+    linear(args, Gated{args});
+}
+
+EXPORT(gemm_largest)
+(const void* x, const void* packed, const void* bias, int64_t* places, float* values, int64_t x_stride, int64_t rows,
+ int64_t out_features, int64_t steps) {
+    LinearArguments args = arguments(x, packed, bias, places, x_stride, rows, out_features, steps);
+    linear(args, Largest{args, values});
+}
+
+// zeros: 4 steps bytes of zeros.
+EXPORT(gemm_pack)
+(const void* weight, void* packed, const void* zeros, int64_t out_features, int64_t steps, int32_t is_gated) {
+    pack_linear((const uint32_t*)weight, (uint32_t*)packed, (const uint32_t*)zeros, out_features, steps, is_gated);
+}
+
+EXPORT(gemm_unpack)(const void* packed, const int64_t* rows, void* out, int64_t num_rows, int64_t steps) {
+    unpack_rows((const uint32_t*)packed, rows, (uint32_t*)out, num_rows, steps);
+}
