@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from stageline.kernels.huge_pages import HugePages
+
 BLOCK = 32
 _PANEL, _GROUP, _AT_ONCE = 64, 16, 4
 _NUM_GROUPS, _STEPS = _PANEL // _GROUP, BLOCK // _AT_ONCE
@@ -66,12 +68,12 @@ class QuantizedMatrix:
     scales: torch.Tensor
 
     @staticmethod
-    def empty(kind: Kind, num_rows: int, num_columns: int) -> QuantizedMatrix:
+    def empty(kind: Kind, num_rows: int, num_columns: int, memory: HugePages) -> QuantizedMatrix:
         """A matrix to be filled with `pack_rows`. num_columns: a multiple of 32."""
         assert num_columns % BLOCK == 0
         panels, blocks, steps = -(-num_rows // _PANEL), num_columns // BLOCK, _STEPS // (2 if kind.is_four_bits else 1)
-        numbers = torch.zeros(panels, blocks, _NUM_GROUPS, steps, _GROUP, _AT_ONCE, dtype=torch.uint8)
-        scales = torch.zeros(panels, blocks, _NUM_GROUPS, kind.num_scales, _GROUP, dtype=torch.float16)
+        numbers = memory.empty((panels, blocks, _NUM_GROUPS, steps, _GROUP, _AT_ONCE), torch.uint8)
+        scales = memory.empty((panels, blocks, _NUM_GROUPS, kind.num_scales, _GROUP), torch.float16)
         return QuantizedMatrix(kind, num_rows, num_columns, numbers, scales)
 
     @property

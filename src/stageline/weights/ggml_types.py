@@ -11,12 +11,12 @@ from collections.abc import Callable
 import torch
 
 
-def _half(blocks: torch.Tensor, column: int) -> torch.Tensor:
+def half_at(blocks: torch.Tensor, column: int) -> torch.Tensor:
     """Two bytes of every block as a float16 in float32: [blocks, 1]."""
     return blocks[:, column : column + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
     """[..., n] bytes -> [..., 2, n]: all low halves, then all high halves."""
     return torch.stack((packed & 0x0F, packed >> 4), dim=-2)
 
@@ -30,60 +30,65 @@ def _fifth_bits(blocks: torch.Tensor, column: int) -> torch.Tensor:
 
 def q8_0(blocks: torch.Tensor) -> torch.Tensor:
     """half d; int8 qs[32]."""
-    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+    return blocks[:, 2:].view(torch.int8).float() * half_at(blocks, 0)
 
 
 def q4_0(blocks: torch.Tensor) -> torch.Tensor:
     """half d; nibbles qs[32], offset 8."""
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).flatten(1).float() - 8)
+    return half_at(blocks, 0) * (nibbles(blocks[:, 2:]).flatten(1).float() - 8)
 
 
 def q4_1(blocks: torch.Tensor) -> torch.Tensor:
     """half d, m; nibbles qs[32]."""
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).flatten(1).float() + _half(blocks, 2)
+    return half_at(blocks, 0) * nibbles(blocks[:, 4:]).flatten(1).float() + half_at(blocks, 2)
 
 
 def q5_0(blocks: torch.Tensor) -> torch.Tensor:
     """half d; bits qh[32]; nibbles qs[32], offset 16."""
-    quants = _nibbles(blocks[:, 6:]).flatten(1) | _fifth_bits(blocks, 2)
-    return _half(blocks, 0) * (quants.float() - 16)
+    quants = nibbles(blocks[:, 6:]).flatten(1) | _fifth_bits(blocks, 2)
+    return half_at(blocks, 0) * (quants.float() - 16)
 
 
 def q5_1(blocks: torch.Tensor) -> torch.Tensor:
     """half d, m; bits qh[32]; nibbles qs[32]."""
-    quants = _nibbles(blocks[:, 8:]).flatten(1) | _fifth_bits(blocks, 4)
-    return _half(blocks, 0) * quants.float() + _half(blocks, 2)
+    quants = nibbles(blocks[:, 8:]).flatten(1) | _fifth_bits(blocks, 4)
+    return half_at(blocks, 0) * quants.float() + half_at(blocks, 2)
 
 
-def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """half d, dmin; twelve bytes of 6-bit scales and minima. Returns: d·scale and dmin·min, each [blocks, 8, 1]."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((low & 0x3F, (high & 0x0F) | ((low >> 2) & 0x30)), dim=1)
     minima = torch.cat((middle & 0x3F, (high >> 4) | ((middle >> 2) & 0x30)), dim=1)
-    return (_half(blocks, 0) * scales.float()).unsqueeze(-1), (_half(blocks, 2) * minima.float()).unsqueeze(-1)
+    return (half_at(blocks, 0) * scales.float()).unsqueeze(-1), (half_at(blocks, 2) * minima.float()).unsqueeze(-1)
 
 
 def q4_k(blocks: torch.Tensor) -> torch.Tensor:
     """half d, dmin; scales[12]; nibbles qs[256] in four runs of 32 bytes."""
-    scales, minima = _k_scales(blocks)
-    quants = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1, 2).float()
+    scales, minima = k_scales(blocks)
+    quants = nibbles(blocks[:, 16:].reshape(-1, 4, 32)).flatten(1, 2).float()
     return (scales * quants - minima).flatten(1)
 
 
 def q5_k(blocks: torch.Tensor) -> torch.Tensor:
     """half d, dmin; scales[12]; qh[32], bit i belongs to run i; nibbles qs[256]."""
-    scales, minima = _k_scales(blocks)
-    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).flatten(1, 2)
+    scales, minima = k_scales(blocks)
+    low = nibbles(blocks[:, 48:].reshape(-1, 4, 32)).flatten(1, 2)
     high = (blocks[:, 16:48].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).unsqueeze(-1)) & 1
     return (scales * (low | (high << 4)).float() - minima).flatten(1)
 
 
+def q6_k_numbers(blocks: torch.Tensor) -> torch.Tensor:
+    """uint8 [blocks, 8, 32]: Q6_K's numbers, 0 to 63."""
+    low = nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
+    pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
+    return low | ((pairs & 3).reshape(-1, 8, 32) << 4)
+
+
 def q6_k(blocks: torch.Tensor) -> torch.Tensor:
     """nibbles ql[256]; bit pairs qh[256]; int8 scales[16]; half d. Offset 32."""
-    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
-    pairs = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
-    quants = (low | ((pairs & 3).reshape(-1, 8, 32) << 4)).reshape(-1, 16, 16).float() - 32
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
+    quants = q6_k_numbers(blocks).reshape(-1, 16, 16).float() - 32
+    scales = half_at(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
     return (scales.unsqueeze(-1) * quants).flatten(1)
 
 

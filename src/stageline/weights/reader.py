@@ -16,7 +16,10 @@ import torch
 from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
 from stageline.checkpoint.encodings import ENCODINGS
 from stageline.errors import CheckpointError
+from stageline.kernels.huge_pages import HugePages
+from stageline.kernels.quantized import QuantizedMatrix
 from stageline.weights.ggml_types import FLOAT_DTYPES, decode
+from stageline.weights.quantized import PACKED_ENCODINGS, pack_matrix
 
 # Large enough that a run's fixed cost is nothing, small enough that its float32 form (1 MiB) stays in the cache. A
 # multiple of every block size.
@@ -31,6 +34,7 @@ class CheckpointReader:
         dtype: what every tensor is converted to.
         device: where every tensor ends up; decoding itself is done on the CPU.
         on_bytes: called with the number of bytes of each read, for progress.
+        keeps_quantized: `read_matrix` gives matrices as they are quantised in the file where it can.
     """
 
     def __init__(
@@ -39,11 +43,14 @@ class CheckpointReader:
         dtype: torch.dtype,
         device: torch.device,
         on_bytes: Callable[[int], None] | None = None,
+        keeps_quantized: bool = False,
     ) -> None:
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._device = device
         self._on_bytes = on_bytes
+        self._keeps_quantized = keeps_quantized
+        self._packed_memory = HugePages()
         self._descriptors: dict[str, int] = {}
         self._num_bytes_read = 0
 
@@ -72,6 +79,19 @@ class CheckpointReader:
             tensor = self._read_in_runs(entry)
         tensor = tensor.view(entry.shape)
         return undo_rope_interleaving(tensor, entry.rope_permuted_heads) if entry.rope_permuted_heads else tensor
+
+    def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor | QuantizedMatrix:
+        """As `read`, but a matrix whose type integer products can work on stays quantised if that was asked for."""
+        entry = self._entry(name, shape)
+        if not self._keeps_quantized or entry.encoding not in PACKED_ENCODINGS:
+            return self.read(name, shape)
+        data = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        self._read_directly(entry, data)
+        rows = data.view(shape[0], -1)
+        if entry.rope_permuted_heads:
+            rows = undo_rope_interleaving(rows, entry.rope_permuted_heads)
+        packed = pack_matrix(rows, entry.encoding, self._packed_memory)
+        return self.read(name, shape) if packed is None else packed
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():
@@ -113,10 +133,12 @@ class CheckpointReader:
     def _read_direct(self, entry: TensorEntry) -> torch.Tensor:
         """No conversion: the file's bytes go straight into the tensor's memory."""
         tensor = torch.empty(entry.num_elements, dtype=self._dtype)
-        data = tensor.view(torch.uint8)
+        self._read_directly(entry, tensor.view(torch.uint8))
+        return tensor
+
+    def _read_directly(self, entry: TensorEntry, data: torch.Tensor) -> None:
         for begin in range(0, entry.num_bytes, DIRECT_RUN_BYTES):
             self._read_into(entry, begin, data[begin : begin + DIRECT_RUN_BYTES])
-        return tensor
 
     def _read_in_runs(self, entry: TensorEntry) -> torch.Tensor:
         encoding = ENCODINGS[entry.encoding]
