@@ -49,8 +49,31 @@ class AttentionMetadata:
     positions: torch.Tensor
 
 
+class Rotation(Protocol):
+    """Rotary position embedding as a backend needs it: as a function, or as the tables for a kernel of its own."""
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, heads, head_dim]; positions: int64 [tokens]. Returns: rotated, a new tensor of x's shape."""
+        ...
+
+    def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of every position, each [positions, head_dim / 2], rounded to `dtype`."""
+        ...
+
+
 class AttentionBackend(Protocol):
     """Computes causal attention over a paged cache. One per stage; what it keeps between calls only saves time."""
+
+    def rotate_and_store(
+        self, heads: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, cache: LayerCache
+    ) -> torch.Tensor:
+        """Rotate queries and keys, and `store` the rotated keys and the values.
+
+        Args:
+            heads: [tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; overwritten.
+        Returns: the rotated queries [tokens, num_heads, head_dim].
+        """
+        ...
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
         """Write the new tokens' keys and values, [tokens, num_kv_heads, head_dim], into their slots."""

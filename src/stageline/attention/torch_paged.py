@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from stageline.attention.backend import AttentionMetadata, LayerCache
+from stageline.attention.backend import AttentionMetadata, LayerCache, Rotation
 
 _MIN_TILE_TOKENS, _MAX_TILE_TOKENS = 16, 128
 _ALWAYS_GROUPED_BLOCKS = 4
@@ -94,6 +94,15 @@ class TorchPagedAttention:
         self._working_set = working_set or WorkingSet.of(device)
         self._is_future = torch.ones(_MAX_TILE_TOKENS, _MAX_TILE_TOKENS, dtype=torch.bool, device=device).triu_(1)
         self._latest_plan: _Plan | None = None
+
+    def rotate_and_store(
+        self, heads: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, cache: LayerCache
+    ) -> torch.Tensor:
+        num_kv_heads = cache.keys.shape[1]
+        num_heads = heads.shape[1] - 2 * num_kv_heads
+        rotated = rotation(heads[:, : num_heads + num_kv_heads], metadata.positions)
+        self.store(rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :], metadata, cache)
+        return rotated[:, :num_heads]
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
         head_dim = keys.shape[2]

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 _CHOICES = ("auto", "avx512", "avx2", "portable", "torch")
 
 
+@functools.cache
 def library(device: torch.device, dtype: torch.dtype) -> CpuKernels | None:
     """The kernels for tensors of this kind; None if torch has to do. Raises: ConfigError as `load_kernels`."""
     return load_kernels(environment.kernels()) if device.type == "cpu" and dtype in DTYPES else None

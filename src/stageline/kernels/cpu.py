@@ -181,7 +181,7 @@ class CpuKernels:
         return num_bytes.value
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [rows, size], size at least 1. Returns: int64 [rows], of equals the lowest; a NaN is never the largest."""
+        """x: [rows, size], size at least 1. Returns: int64 [rows], of equals the lowest; a NaN is larger than all others."""
         rows, size = x.shape
         assert x.is_contiguous() and size > 0
         out = torch.empty(rows, dtype=torch.int64)

@@ -52,10 +52,7 @@ class Attention:
     def __call__(self, x: torch.Tensor, metadata: AttentionMetadata, cache: LayerCache) -> torch.Tensor:
         """x: [tokens, hidden]. Returns: [tokens, hidden]; the tokens' keys and values are in the cache afterwards."""
         shape, num_tokens = self._shape, x.shape[0]
-        num_rotated = shape.num_heads + shape.num_kv_heads
-        heads = self._qkv(x).view(num_tokens, num_rotated + shape.num_kv_heads, shape.head_dim)
-        rotated = self._rotary(heads[:, :num_rotated], metadata.positions)
-        self._backend.store(rotated[:, shape.num_heads :], heads[:, num_rotated:], metadata, cache)
-        queries = rotated[:, : shape.num_heads]
+        heads = self._qkv(x).view(num_tokens, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        queries = self._backend.rotate_and_store(heads, self._rotary, metadata, cache)
         attended = self._backend.attend(queries, metadata, cache, self._scale, shape.sliding_window)
         return self._out(attended.flatten(1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from stageline import kernels
+
 
 class RMSNorm:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension.
@@ -19,12 +21,15 @@ class RMSNorm:
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self._weight = weight
         self._eps = eps
+        self._kernels = kernels.library(weight.device, weight.dtype)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """x, residual: [rows, hidden]; neither is changed.
 
         Returns: (the norm of x + residual, x + residual); a residual of None counts as zero.
         """
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x, residual, self._weight, self._eps)
         total = x if residual is None else x + residual
         wide = total.float()
         inverse_rms = wide.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_()

@@ -69,12 +69,20 @@ class Rotary:
         self._signed_sin = torch.cat((-sin, sin), -1).to(device)
         self._half = head_dim // 2
         self._latest: _Rotation | None = None
+        self._tables: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x: [tokens, heads, head_dim]; positions: [tokens] int64. Returns: rotated, a new tensor of x's shape."""
         rotation = self._rotation(positions, x.dtype)
         swapped = torch.cat((x[..., self._half :], x[..., : self._half]), -1)
         return (x * rotation.cos).add_(swapped.mul_(rotation.signed_sin))
+
+    def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of every position, each [max_model_len, head_dim / 2], rounded to `dtype`."""
+        if dtype not in self._tables:
+            halves = self._cos[:, : self._half], self._signed_sin[:, self._half :]
+            self._tables[dtype] = halves[0].to(dtype).contiguous(), halves[1].to(dtype).contiguous()
+        return self._tables[dtype]
 
     def _rotation(self, positions: torch.Tensor, dtype: torch.dtype) -> _Rotation:
         """The table rows of these positions; all layers ask for the same ones, so the latest are kept."""

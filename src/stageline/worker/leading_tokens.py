@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from stageline import kernels
+
 GROUP_SIZE = 32
 _LOW_BITS = 0xFFFFFFFF
 
@@ -20,6 +22,8 @@ def largest(logits: torch.Tensor) -> torch.Tensor:
         logits: float32 [rows, vocab].
     Returns: int64 [rows].
     """
+    if (library := kernels.library(logits.device, logits.dtype)) is not None:
+        return library.argmax(logits.contiguous())
     group_maxima = _group_maxima(logits)
     if group_maxima.shape[1] < 2:
         return logits.argmax(-1)
@@ -38,6 +42,8 @@ def leading_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Te
     """
     vocab_size = logits.shape[1]
     k = min(k, vocab_size)
+    if (library := kernels.library(logits.device, logits.dtype)) is not None:
+        return library.top_k(logits.contiguous(), k)
     if 4 * k * GROUP_SIZE < vocab_size:  # beyond that, looking into the groups costs more than it saves
         group_maxima = _group_maxima(logits)
         groups = torch.arange(group_maxima.shape[1], device=logits.device).expand_as(group_maxima)

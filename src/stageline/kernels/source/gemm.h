@@ -87,13 +87,6 @@ struct Gated {
     }
 };
 
-INLINE bool is_any(vi lanes) {
-    int32_t all[W], found = 0;
-    memcpy(all, &lanes, sizeof all);
-    for (int i = 0; i < W; i++) found |= all[i];
-    return found;
-}
-
 // The place of a row's largest y, of equals the first; nothing else is stored. A NaN counts as the largest, as in torch.
 struct Largest {
     static constexpr int COLUMNS = PANEL;

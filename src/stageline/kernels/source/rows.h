@@ -98,30 +98,41 @@ static void rotate_and_store(const RotateArguments& args) {
     }
 }
 
-// The place of the largest element; of equals the first. A row's largest is found first, then where it stands.
+// The first place of a value that is there; NaN equals NaN.
+template <class T>
+static int64_t first_equal(const T* x, int64_t size, float wanted) {
+    for (int64_t c = 0; c < size; c += W) {
+        vf value = load(x + c, size - c);
+        vi is_equal = wanted == wanted ? value == splat(wanted) : value != value;
+        if (!is_any(is_equal)) continue;
+        for (int64_t lane = 0; lane < W && c + lane < size; lane++)
+            if (is_equal[lane]) return c + lane;
+    }
+    return 0;
+}
+
+// The place of the largest element; of equals the first. A NaN is larger than everything, as in torch. A row's largest is
+// found first, then where it stands.
 template <class T>
 static void argmax(const T* x, int64_t* out, int64_t rows, int64_t size) {
-    const vf lowest = splat(-__builtin_inff());
     for (int64_t r = 0; r < rows; r++, x += size) {
-        vf best[4] = {lowest, lowest, lowest, lowest};
+        vf best[4];
+        for (vf& lanes : best) lanes = splat(-__builtin_inff());
+        vi has_nan = {};
         int64_t c = 0;
         for (; c + 4 * W <= size; c += 4 * W)
-            for (int i = 0; i < 4; i++) best[i] = maximum(load(x + c + i * W), best[i]);
-        float top = largest(maximum(maximum(best[0], best[1]), maximum(best[2], best[3])));
-        for (; c < size; c++) {
-            float value = load(x + c, 1)[0];
-            top = value > top ? value : top;
-        }
-        out[r] = 0;
-        for (c = 0; c < size; c += W) {
-            vi is_top = load(x + c, size - c) == splat(top);
-            int lane = 0;
-            while (lane < W && c + lane < size && !is_top[lane]) lane++;
-            if (lane < W && c + lane < size) {
-                out[r] = c + lane;
-                break;
+            for (int i = 0; i < 4; i++) {
+                vf value = load(x + c + i * W);
+                best[i] = maximum(value, best[i]);
+                has_nan |= value != value;
             }
+        vf top_lanes = maximum(maximum(best[0], best[1]), maximum(best[2], best[3]));
+        for (; c < size; c++) {
+            vf value = splat(load(x + c, 1)[0]);
+            top_lanes = maximum(value, top_lanes);
+            has_nan |= value != value;
         }
+        out[r] = first_equal(x, size, is_any(has_nan) ? __builtin_nanf("") : largest(top_lanes));
     }
 }
 
@@ -152,9 +163,8 @@ static void top_k(const float* x, float* values, int64_t* ids, Leading* heap, in
             int64_t n = size - c < W ? size - c : W;
             vf block = load(x + c, n);
             vi is_above = block > splat(heap[0].value);
-            int32_t any = 0;
-            for (int i = 0; i < W; i++) any |= is_above[i];
-            for (int64_t i = 0; any && i < n; i++)
+            if (!is_any(is_above)) continue;
+            for (int64_t i = 0; i < n; i++)
                 if (block[i] > heap[0].value) {
                     heap[0] = {block[i], (int32_t)(c + i)};
                     sink(heap, k, 0);

@@ -124,6 +124,13 @@ INLINE float largest(vf x) {
     return lanes[0];
 }
 
+INLINE bool is_any(vi lanes) {
+    int32_t all[W], found = 0;
+    memcpy(all, &lanes, sizeof all);
+    for (int i = 0; i < W; i++) found |= all[i];
+    return found;
+}
+
 // 2^x for x in [-127, 127], more than that is cut off. Relative error below 2e-7.
 // Source: x = n + f with |f| <= 1/2; 2^f by the Taylor terms of exp(f ln 2), whose remainder is below 2e-8.
 INLINE vf exp2(vf x) {

@@ -1,0 +1,58 @@
+"""Attention by this project's C++ kernels, on a CPU: the block table is read where the keys and values lie."""
+
+from __future__ import annotations
+
+import torch
+
+from stageline.attention.backend import AttentionMetadata, LayerCache, Rotation
+from stageline.attention.torch_paged import TorchPagedAttention
+from stageline.kernels.cpu import CpuKernels
+
+
+class CpuKernelAttention:
+    """`AttentionBackend` in C++ for bfloat16 and float32; see there for shapes. Keeps nothing but scratch memory."""
+
+    def __init__(self, library: CpuKernels) -> None:
+        self._library = library
+        self._without_rotation = TorchPagedAttention(torch.device("cpu"))
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch_is_for: tuple[int, int, int, torch.dtype] | None = None
+
+    def rotate_and_store(
+        self, heads: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, cache: LayerCache
+    ) -> torch.Tensor:
+        cosine, sine = rotation.tables(heads.dtype)
+        return self._library.rotate_and_store(
+            heads, cosine, sine, metadata.positions, metadata.slot_mapping, cache.keys, cache.values
+        )
+
+    def store(self, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
+        self._without_rotation.store(keys, values, metadata, cache)
+
+    def attend(
+        self,
+        queries: torch.Tensor,
+        metadata: AttentionMetadata,
+        cache: LayerCache,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        return self._library.attention(
+            queries,
+            cache.keys,
+            cache.values,
+            metadata.query_starts,
+            metadata.context_lens,
+            metadata.block_tables,
+            scale,
+            sliding_window,
+            self._scratch_for(queries, cache),
+        )
+
+    def _scratch_for(self, queries: torch.Tensor, cache: LayerCache) -> torch.Tensor:
+        """Depends on the heads' shape alone, so it is allocated once, whatever the microbatches are."""
+        shape = queries.shape[1], cache.keys.shape[1], queries.shape[2], queries.dtype
+        if shape != self._scratch_is_for:
+            num_bytes = max(self._library.attention_scratch_bytes(*shape), self._scratch.numel())
+            self._scratch, self._scratch_is_for = torch.empty(num_bytes, dtype=torch.uint8), shape
+        return self._scratch
