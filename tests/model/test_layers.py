@@ -59,13 +59,16 @@ def test_silu_and_mul_gates_the_second_half_with_the_first() -> None:
 
 
 def test_embedding_and_head_are_the_two_ends_of_one_matrix() -> None:
-    weight, norm_weight = noise(11, 24), noise(24, seed=1)
+    weight, norm_weight = noise(11, 24).bfloat16(), noise(24, seed=1).bfloat16()
     embedding = TokenEmbedding(weight)
-    assert torch.equal(embedding(torch.tensor([3, 0, 3])), weight[[3, 0, 3]])
+    token_ids = torch.tensor([3, 0, 3])
+    assert torch.equal(embedding(token_ids), weight[token_ids])
     hidden = noise(4, 24, seed=2).bfloat16()
-    head = LMHead(RMSNorm(norm_weight.bfloat16(), 1e-5), weight.bfloat16())
+    head = LMHead(RMSNorm(norm_weight, 1e-5), embedding.as_projection())
+    assert torch.equal(embedding(token_ids), weight[token_ids]), "also when it exists only as the head's projection"
     assert head(hidden).dtype == torch.float32
-    assert head(hidden).shape == (4, 11)
+    expected = RMSNorm(norm_weight, 1e-5)(hidden)[0].double() @ weight.double().T
+    torch.testing.assert_close(head(hidden).double(), expected, rtol=1e-2, atol=1e-2)
 
 
 def rotate_in_float64(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:

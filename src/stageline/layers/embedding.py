@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from stageline.layers.linear import Linear, TiedLinear
 from stageline.layers.norm import RMSNorm
 
 
@@ -16,11 +17,18 @@ class TokenEmbedding:
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.weight = weight
+        self._table: torch.Tensor | TiedLinear = weight
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [tokens] int64. Returns: [tokens, hidden]."""
-        return F.embedding(token_ids, self.weight)
+        table = self._table
+        return table.rows(token_ids) if isinstance(table, TiedLinear) else F.embedding(token_ids, table)
+
+    def as_projection(self) -> Linear:
+        """The same matrix as the LM head's projection; from now on it exists in that form only."""
+        if not isinstance(self._table, TiedLinear):
+            self._table = TiedLinear(self._table)
+        return self._table
 
 
 class LMHead:
@@ -28,14 +36,14 @@ class LMHead:
 
     Args:
         norm: the model's final norm.
-        weight: [vocab, hidden]; the embedding's own tensor if they are tied.
+        projection: hidden to vocab; the embedding's own if they are tied.
     """
 
-    def __init__(self, norm: RMSNorm, weight: torch.Tensor) -> None:
+    def __init__(self, norm: RMSNorm, projection: Linear) -> None:
         self._norm = norm
-        self._weight = weight
+        self._projection = projection
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [rows, hidden], residual already added. Returns: float32 logits [rows, vocab]."""
         normed, _ = self._norm(hidden_states)
-        return F.linear(normed, self._weight).float()
+        return self._projection.in_float32(normed)

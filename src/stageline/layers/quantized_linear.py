@@ -1,4 +1,4 @@
-"""Linear layers, embedding and LM head over weights that stay quantised; the dense ones' places in a model.
+"""Linear layers over weights that stay quantised, and the embedding that may share one with the LM head.
 
 One idea: what the projections of one input give stands side by side, so a run of quantised matrices, of whatever types,
 is one call of the kernel.
@@ -12,17 +12,11 @@ import torch
 
 from stageline import kernels
 from stageline.kernels.quantized import QuantizedMatrix, QuantizedProduct
-from stageline.layers.norm import RMSNorm
+from stageline.layers.activation import silu_and_mul
+from stageline.layers.linear import GatedLinear, Linear
 
 
-def _product(
-    matrices: Sequence[QuantizedMatrix], dtype: torch.dtype, bias: torch.Tensor | None = None
-) -> QuantizedProduct:
-    library = kernels.library(torch.device("cpu"), dtype)
-    return QuantizedProduct(None if library is None else library.quantized_linear, matrices, bias)
-
-
-class QuantizedLinear:
+class QuantizedLinear(Linear):
     """y = x Wᵀ + b, rounded to the compute dtype once.
 
     Args:
@@ -34,11 +28,41 @@ class QuantizedLinear:
     def __init__(
         self, matrices: Sequence[QuantizedMatrix], dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> None:
-        self._product = _product(matrices, dtype, bias)
+        library = kernels.library(torch.device("cpu"), dtype)
+        self._product = QuantizedProduct(None if library is None else library.quantized_linear, matrices, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [rows, in_features]. Returns: [rows, out_features]."""
         return self._product(x, x.dtype)
+
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x, torch.float32)
+
+
+class SideBySide(Linear):
+    """Linear layers of one input as one: for parts of which some are quantised and some are not."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._parts = parts
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(x) for part in self._parts], dim=-1)
+
+    def in_float32(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part.in_float32(x) for part in self._parts], dim=-1)
+
+
+class LinearThenGate(GatedLinear):
+    """silu(gate(x)) * up(x), in two passes.
+
+    Args:
+        gate_up: both projections, the gate first.
+    """
+
+    def __init__(self, gate_up: Linear) -> None:
+        self._gate_up = gate_up
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(self._gate_up(x))
 
 
 class QuantizedEmbedding:
@@ -50,27 +74,13 @@ class QuantizedEmbedding:
     """
 
     def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
-        self.matrix = matrix
+        self._matrix = matrix
         self._dtype = dtype
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [tokens] int64. Returns: [tokens, hidden]."""
-        return self.matrix.rows(token_ids).to(self._dtype)
+        return self._matrix.rows(token_ids).to(self._dtype)
 
-
-class QuantizedLMHead:
-    """Final norm and projection onto the vocabulary.
-
-    Args:
-        matrix: [vocab, hidden]; the embedding's own if they are tied.
-        dtype: the compute dtype.
-    """
-
-    def __init__(self, norm: RMSNorm, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
-        self._norm = norm
-        self._product = _product([matrix], dtype)
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [rows, hidden], residual already added. Returns: float32 logits [rows, vocab]."""
-        normed, _ = self._norm(hidden_states)
-        return self._product(normed, torch.float32)
+    def as_projection(self) -> Linear:
+        """The same matrix as the LM head's projection."""
+        return QuantizedLinear([self._matrix], self._dtype)

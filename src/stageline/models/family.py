@@ -13,6 +13,7 @@ import torch
 
 from stageline.attention.backend import AttentionBackend, AttentionMetadata, LayerCache
 from stageline.checkpoint.model_spec import ModelSpec
+from stageline.kernels.quantized import QuantizedMatrix
 
 
 class WeightReader(Protocol):
@@ -26,6 +27,10 @@ class WeightReader(Protocol):
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The whole tensor, in the compute dtype, on the device. Raises: CheckpointError."""
+        ...
+
+    def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor | QuantizedMatrix:
+        """As `read`; a matrix may also come as it is quantised in the checkpoint. Raises: CheckpointError."""
         ...
 
 

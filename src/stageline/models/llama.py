@@ -6,14 +6,14 @@ import torch
 
 from stageline.attention.backend import AttentionBackend, AttentionMetadata, LayerCache
 from stageline.checkpoint.model_spec import ModelSpec
-from stageline.layers.activation import silu_and_mul
 from stageline.layers.attention import Attention, AttentionShape
 from stageline.layers.embedding import LMHead, TokenEmbedding
-from stageline.layers.linear import Linear
+from stageline.layers.linear import GatedLinear, Linear
 from stageline.layers.norm import RMSNorm
+from stageline.layers.quantized_linear import QuantizedEmbedding
 from stageline.layers.rotary import Rotary
 from stageline.models.family import WeightReader
-from stageline.models.read_linear import read_fused_linear, read_linear
+from stageline.models.read_linear import read_embedding, read_fused_linear, read_gated_linear, read_linear
 
 _EMBEDDING_NAME = "model.embed_tokens.weight"
 
@@ -26,12 +26,12 @@ class LlamaFamily:
         self._reader = reader
         self._backend = backend
         self._rotary = Rotary(spec.rope, spec.head_dim, max_model_len, reader.device)
-        self._embedding: TokenEmbedding | None = None
+        self._embedding: TokenEmbedding | QuantizedEmbedding | None = None
 
-    def embedding(self) -> TokenEmbedding:
+    def embedding(self) -> TokenEmbedding | QuantizedEmbedding:
         if self._embedding is None:
-            shape = (self._spec.vocab_size, self._spec.hidden_size)
-            self._embedding = TokenEmbedding(self._reader.read(_EMBEDDING_NAME, shape))
+            spec = self._spec
+            self._embedding = read_embedding(self._reader, _EMBEDDING_NAME, spec.vocab_size, spec.hidden_size)
         return self._embedding
 
     def block(self, layer_index: int) -> LlamaBlock:
@@ -44,10 +44,12 @@ class LlamaFamily:
         )
 
     def head(self) -> LMHead:
-        shape = (self._spec.vocab_size, self._spec.hidden_size)
-        is_tied = self._spec.tie_word_embeddings
-        weight = self.embedding().weight if is_tied else self._reader.read("lm_head.weight", shape)
-        return LMHead(self._norm("model.norm"), weight)
+        spec = self._spec
+        if spec.tie_word_embeddings:
+            projection = self.embedding().as_projection()
+        else:
+            projection = read_linear(self._reader, "lm_head", spec.vocab_size, spec.hidden_size)
+        return LMHead(self._norm("model.norm"), projection)
 
     def _norm(self, name: str) -> RMSNorm:
         return RMSNorm(self._reader.read(f"{name}.weight", (self._spec.hidden_size,)), self._spec.rms_norm_eps)
@@ -64,23 +66,21 @@ class LlamaFamily:
 
     def _mlp(self, prefix: str) -> LlamaMLP:
         spec, reader = self._spec, self._reader
-        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        sizes = [spec.intermediate_size, spec.intermediate_size]
-        gate_up = read_fused_linear(reader, names, sizes, spec.hidden_size, spec.mlp_bias)
-        down = read_linear(reader, f"{prefix}.down_proj", spec.hidden_size, spec.intermediate_size, spec.mlp_bias)
-        return LlamaMLP(gate_up, down)
+        hidden, size = spec.hidden_size, spec.intermediate_size
+        gated = read_gated_linear(reader, f"{prefix}.gate_proj", f"{prefix}.up_proj", size, hidden, spec.mlp_bias)
+        return LlamaMLP(gated, read_linear(reader, f"{prefix}.down_proj", hidden, size, spec.mlp_bias))
 
 
 class LlamaMLP:
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self._gate_up = gate_up
+    def __init__(self, gated: GatedLinear, down: Linear) -> None:
+        self._gated = gated
         self._down = down
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [tokens, hidden]. Returns: the same shape."""
-        return self._down(silu_and_mul(self._gate_up(x)))
+        return self._down(self._gated(x))
 
 
 class LlamaBlock:

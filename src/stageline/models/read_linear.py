@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from stageline.layers.linear import Linear
+from stageline.kernels.quantized import QuantizedMatrix
+from stageline.layers.embedding import TokenEmbedding
+from stageline.layers.linear import GatedLinear, Linear
+from stageline.layers.quantized_linear import LinearThenGate, QuantizedEmbedding, QuantizedLinear, SideBySide
 from stageline.models.family import WeightReader
 
 
@@ -20,9 +23,52 @@ def read_fused_linear(
 ) -> Linear:
     """Linear layers of one input as one: its output is theirs side by side, in order. Raises: CheckpointError."""
     parts = list(zip(names, out_features, strict=True))
-    weights = [reader.read(f"{name}.weight", (size, in_features)) for name, size in parts]
+    weights = [reader.read_matrix(f"{name}.weight", (size, in_features)) for name, size in parts]
     biases = [reader.read(f"{name}.bias", (size,)) for name, size in parts] if has_bias else []
-    return Linear(_joined(weights), _joined(biases) if biases else None)
+    if any(isinstance(weight, QuantizedMatrix) for weight in weights):
+        return _fused_quantized(weights, biases, reader.dtype)
+    return Linear(_joined(_dense(weights)), _joined(biases) if biases else None)
+
+
+def read_gated_linear(
+    reader: WeightReader, gate_name: str, up_name: str, size: int, in_features: int, has_bias: bool = False
+) -> GatedLinear:
+    """silu(gate(x)) * up(x) of two linear layers, as one. Raises: CheckpointError."""
+    names = (gate_name, up_name)
+    weights = [reader.read_matrix(f"{name}.weight", (size, in_features)) for name in names]
+    biases = [reader.read(f"{name}.bias", (size,)) for name in names] if has_bias else []
+    if any(isinstance(weight, QuantizedMatrix) for weight in weights):
+        return LinearThenGate(_fused_quantized(weights, biases, reader.dtype))
+    return GatedLinear(_joined(_dense(weights)), _joined(biases) if biases else None)
+
+
+def read_embedding(
+    reader: WeightReader, name: str, vocab_size: int, hidden_size: int
+) -> TokenEmbedding | QuantizedEmbedding:
+    """The embedding whose rows are the tokens'. Raises: CheckpointError."""
+    weight = reader.read_matrix(name, (vocab_size, hidden_size))
+    return QuantizedEmbedding(weight, reader.dtype) if isinstance(weight, QuantizedMatrix) else TokenEmbedding(weight)
+
+
+def _fused_quantized(
+    weights: Sequence[torch.Tensor | QuantizedMatrix], biases: list[torch.Tensor], dtype: torch.dtype
+) -> Linear:
+    quantized = [weight for weight in weights if isinstance(weight, QuantizedMatrix)]
+    if len(quantized) == len(weights):
+        return QuantizedLinear(quantized, dtype, _joined(biases) if biases else None)
+    bias_of = dict(enumerate(biases))
+    return SideBySide(
+        [
+            QuantizedLinear([weight], dtype, bias_of.get(index))
+            if isinstance(weight, QuantizedMatrix)
+            else Linear(weight, bias_of.get(index))
+            for index, weight in enumerate(weights)
+        ]
+    )
+
+
+def _dense(weights: Sequence[torch.Tensor | QuantizedMatrix]) -> list[torch.Tensor]:
+    return [weight for weight in weights if isinstance(weight, torch.Tensor)]
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
