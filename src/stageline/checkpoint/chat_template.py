@@ -74,7 +74,7 @@ class ChatTemplate:
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
-    if isinstance(messages, str | Mapping) or not messages:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError("messages is empty or not a list; give a list of objects with role and content", FIELD)
     for position, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
