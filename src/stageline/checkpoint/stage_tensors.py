@@ -5,7 +5,8 @@ The first stage adds the embedding; the last adds the final norm and the LM head
 
 from __future__ import annotations
 
-from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
+from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES, PACKED_BLOCK_ELEMENTS
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.", "model.norm.", "lm_head."
 
@@ -23,10 +24,29 @@ def stage_tensor_names(checkpoint: Checkpoint, layers: range, is_first: bool, is
     return [name for name in checkpoint.tensors if _prefix(name) in wanted]
 
 
-def stage_weight_bytes(checkpoint: Checkpoint, layers: range, is_first: bool, is_last: bool, itemsize: int) -> int:
-    """Bytes of the stage's weights in memory, at `itemsize` bytes a number."""
-    names = stage_tensor_names(checkpoint, layers, is_first, is_last)
-    return sum(checkpoint.tensors[name].num_elements for name in names) * itemsize
+def stage_weight_bytes(
+    checkpoint: Checkpoint, layers: range, is_first: bool, is_last: bool, itemsize: int, keeps_quantized: bool = False
+) -> int:
+    """Bytes of the stage's weights in memory, at `itemsize` bytes a number.
+
+    Args:
+        keeps_quantized: matrices stay quantised where they can.
+    """
+    entries = [checkpoint.tensors[name] for name in stage_tensor_names(checkpoint, layers, is_first, is_last)]
+    return sum(
+        packed_bytes(entry) if keeps_quantized and can_stay_quantized(entry) else entry.num_elements * itemsize
+        for entry in entries
+    )
+
+
+def can_stay_quantized(entry: TensorEntry) -> bool:
+    """Whether the tensor is a matrix that integer products can work on as it is."""
+    return entry.encoding in PACKED_BLOCK_BYTES and len(entry.shape) == 2
+
+
+def packed_bytes(entry: TensorEntry) -> int:
+    """Bytes in memory of a tensor that stays quantised."""
+    return entry.num_elements // PACKED_BLOCK_ELEMENTS * PACKED_BLOCK_BYTES[entry.encoding]
 
 
 def stage_file_bytes(checkpoint: Checkpoint, layers: range, is_first: bool, is_last: bool) -> int:

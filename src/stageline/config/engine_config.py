@@ -13,6 +13,7 @@ from stageline.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTORS = ("multi_process", "in_process")
+QUANTIZATIONS = ("none", "int8")
 
 
 def setting(
@@ -50,6 +51,10 @@ class EngineConfig:
         group="model",
     )
     device: str = setting("auto", "where stages run; auto takes CUDA when there is one", choices=DEVICES, group="model")
+    quantization: str = setting(
+        "none", "int8 keeps a GGUF file's quantised weights (Q4_0, Q4_1, Q4_K, Q6_K, Q8_0) as they are and multiplies "
+        "them in int8, on a CPU; none makes them floating-point when loading", choices=QUANTIZATIONS, group="model",
+    )
     max_model_len: int | None = setting(
         None, "longest prompt plus output in tokens (default: the model's own limit)", group="model", metavar="TOKENS"
     )
@@ -118,9 +123,20 @@ class EngineConfig:
                 f"--max-microbatches-in-flight is {window} for {self.pipeline_parallel_size} stages; fewer than one "
                 f"per stage leaves stages idle: give at least {self.pipeline_parallel_size}"
             )
-        for name, choices in (("dtype", DTYPES), ("device", DEVICES), ("distributed_executor_backend", EXECUTORS)):
+        choices_of = {
+            "dtype": DTYPES,
+            "device": DEVICES,
+            "quantization": QUANTIZATIONS,
+            "distributed_executor_backend": EXECUTORS,
+        }
+        for name, choices in choices_of.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{_flag(name)} is {getattr(self, name)!r}; choose from {', '.join(choices)}")
+        if self.quantization != "none" and self.device == "cuda":
+            raise ConfigError(
+                f"--quantization {self.quantization} multiplies on a CPU only, but --device is cuda; give --device cpu "
+                "or --quantization none"
+            )
         for name in ("heartbeat_timeout_s", "load_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{_flag(name)} is {getattr(self, name)}; it must be above 0 seconds")

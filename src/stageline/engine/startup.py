@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES
+from stageline.checkpoint.stage_tensors import can_stay_quantized
 from stageline.clock import Clock
 from stageline.config import environment
 from stageline.config.engine_config import EngineConfig
@@ -50,6 +52,25 @@ def choose_max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
     return most if asked is None else asked
 
 
+def check_quantization(config: EngineConfig, checkpoint: Checkpoint) -> None:
+    """Raises: ConfigError if weights shall stay quantised that are not."""
+    if config.quantization == "none":
+        return
+    supported = ", ".join(sorted(PACKED_BLOCK_BYTES))
+    way_out = f"give a GGUF file of such a type ({supported}) or --quantization none"
+    if not checkpoint.is_gguf:
+        raise ConfigError(
+            f"--quantization {config.quantization} keeps the weights of a quantised GGUF file as they are, but "
+            f"{checkpoint.path} is not one; {way_out}"
+        )
+    if not any(can_stay_quantized(entry) for entry in checkpoint.tensors.values()):
+        found = ", ".join(sorted({entry.encoding for entry in checkpoint.tensors.values() if len(entry.shape) == 2}))
+        raise ConfigError(
+            f"--quantization {config.quantization}: the matrices of {checkpoint.path} are of type {found}, none of "
+            f"which it can keep; {way_out}"
+        )
+
+
 def start_pipeline(
     config: EngineConfig, checkpoint: Checkpoint, clock: Clock, on_progress: OnProgress | None = None
 ) -> Pipeline:
@@ -59,6 +80,7 @@ def start_pipeline(
         with everything stopped again; WorkerLost if a stage dies on the way.
     """
     config.check()
+    check_quantization(config, checkpoint)
     max_model_len = choose_max_model_len(config, checkpoint)
     num_stages = config.pipeline_parallel_size
     asked = config.pp_layer_partition or environment.pp_layer_partition()

@@ -52,6 +52,7 @@ class InProcessExecutor:
                 part,
                 dtype=self._config.dtype,
                 device=self._config.device,
+                quantization=self._config.quantization,
                 max_model_len=self._max_model_len,
                 clock=self._clock,
                 recorder=self._recorder,

@@ -27,6 +27,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     end_layer: int
     dtype: str
     device: str
+    quantization: str
     max_model_len: int
     max_num_batched_tokens: int
     num_threads: int

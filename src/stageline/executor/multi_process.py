@@ -98,6 +98,7 @@ class MultiProcessExecutor:
                     end_layer=stage.layers.stop,
                     dtype=self._config.dtype,
                     device=self._config.device,
+                    quantization=self._config.quantization,
                     max_model_len=max_model_len,
                     max_num_batched_tokens=self._config.max_num_batched_tokens,
                     num_threads=self._config.threads_per_stage,

@@ -27,6 +27,7 @@ def build_stage(
     *,
     dtype: str,
     device: str,
+    quantization: str = "none",
     max_model_len: int,
     clock: Clock,
     recorder: Recorder,
@@ -35,16 +36,22 @@ def build_stage(
     """Read one stage's weights and make it ready for `allocate_kv`.
 
     Args:
-        dtype, device: as asked for, "auto" included.
+        dtype, device, quantization: as asked for, "auto" included.
         on_progress: called with (bytes read, bytes in all), first with 0 read.
-    Raises: ConfigError if the weights do not fit or cannot be read.
+    Raises: ConfigError if the weights do not fit or cannot be read, or would stay quantised off a CPU.
     """
     torch_device = resolve_device(device, part.stage_index)
+    keeps_quantized = quantization != "none"
+    if keeps_quantized and torch_device.type != "cpu":
+        raise ConfigError(
+            f"--quantization {quantization} multiplies on a CPU only, but this stage runs on {torch_device}; give "
+            "--device cpu or --quantization none"
+        )
     torch_dtype, note = resolve_dtype(dtype, checkpoint.spec.dtype, torch_device)
     if note and part.is_first:
         logger.info(note)
     holds = (part.layers, part.is_first, part.is_last)
-    weight_bytes = stage_weight_bytes(checkpoint, *holds, torch_dtype.itemsize)
+    weight_bytes = stage_weight_bytes(checkpoint, *holds, torch_dtype.itemsize, keeps_quantized)
     free_bytes = free_memory_bytes(torch_device)
     if weight_bytes > free_bytes:
         raise ConfigError(
@@ -52,7 +59,7 @@ def build_stage(
             f"layers with --pp-layer-partition, use more stages, or a smaller --dtype"
         )
     on_bytes = _in_steps(stage_file_bytes(checkpoint, *holds), on_progress)
-    with CheckpointReader(checkpoint, torch_dtype, torch_device, on_bytes) as reader:
+    with CheckpointReader(checkpoint, torch_dtype, torch_device, on_bytes, keeps_quantized) as reader:
         stage = Stage(
             checkpoint.spec,
             part.layers,

@@ -98,6 +98,7 @@ class Worker:
             stage,
             dtype=config.dtype,
             device=config.device,
+            quantization=config.quantization,
             max_model_len=config.max_model_len,
             clock=self._clock,
             recorder=self._recorder,
