@@ -43,8 +43,9 @@ def under_way(llm: LLM) -> tuple[Iterator[RequestOutput], list[int]]:
 
 def worker_pids(engine_pid: int | None = None) -> list[int]:
     """The stages' processes of an engine, in their order if it runs one pipeline."""
-    children = psutil.Process(engine_pid).children()
-    workers = [child for child in children if "stageline.worker" in child.cmdline()]
+    engine = psutil.Process(engine_pid)
+    # Not by the command line: the system may show none yet for a process that has just been started.
+    workers = [child for child in engine.children() if child.cmdline() != engine.cmdline()]
     return [child.pid for child in sorted(workers, key=lambda child: (child.create_time(), child.pid))]
 
 

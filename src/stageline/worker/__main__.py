@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
-from stageline.worker.process import main
+# The kernel sends SIGHUP to stopped processes that nobody can continue any more, as when their engine dies. Before the
+# imports, which take a while: a stage must live on to leave in order.
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+from stageline.worker.process import main  # noqa: E402
 
 status = main()
 sys.stdout.flush()

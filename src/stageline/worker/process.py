@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> int:
     """Run a stage until it is told to stop. Returns: the exit status."""
     faulthandler.enable()
-    _survive_the_engine()
+    _wake_when_the_engine_dies()
     config = _read_config()
     links = Links()
     engine = links.sender(config.engine_address)
@@ -48,13 +48,12 @@ def main() -> int:
         links.close(linger_s=_LAST_WORDS_S)
 
 
-def _survive_the_engine() -> None:
-    """Be awake when the engine dies, even if stopped then, to leave in order and to remove the sockets' folder.
+def _wake_when_the_engine_dies() -> None:
+    """A stopped process, too, has to leave in order then, and to remove the sockets' folder.
 
-    The kernel sends SIGHUP to stopped processes that lose their session. SIGCONT does no harm when it comes early, for
-    the "parent" whose death is told is only the thread that started this process.
+    The "parent" whose death is told is the thread that started this process, so the signal may come while the engine
+    lives; SIGCONT does no harm then.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
