@@ -37,6 +37,7 @@ class PackedWeight:
         out_features: columns of the result.
         in_features: columns of x.
         is_gated: packed for `Gemm.gated`, else for the other functions.
+        addresses: of panels and bias. A call takes microseconds, and asking a tensor is a part of that.
     """
 
     panels: torch.Tensor
@@ -44,6 +45,7 @@ class PackedWeight:
     out_features: int
     in_features: int
     is_gated: bool
+    addresses: tuple[int, int | None]
 
 
 class Gemm:
@@ -75,7 +77,9 @@ class Gemm:
         panels = self._memory.empty((-(-out_features // columns), steps, PANEL, 2), torch.bfloat16)
         zeros = torch.zeros(2 * steps, dtype=torch.bfloat16)
         self._pack(weight.data_ptr(), panels.data_ptr(), zeros.data_ptr(), out_features, steps, is_gated)
-        return PackedWeight(panels, None if bias is None else bias.contiguous(), out_features, in_features, is_gated)
+        bias = None if bias is None else bias.contiguous()
+        addresses = panels.data_ptr(), None if bias is None else bias.data_ptr()
+        return PackedWeight(panels, bias, out_features, in_features, is_gated, addresses)
 
     def unpack(self, weight: PackedWeight, rows: torch.Tensor) -> torch.Tensor:
         """rows: int64 [n], below out_features. Returns: these rows of the weight, bfloat16 [n, in_features]."""
@@ -95,8 +99,12 @@ class Gemm:
         Returns: [rows, out_features].
         """
         assert not weight.is_gated and dtype in (torch.bfloat16, torch.float32)
-        x, out = _rows(x, weight), torch.empty(x.shape[0], weight.out_features, dtype=dtype)
-        self._gemm(*_operands(x, weight), out.data_ptr(), *_sizes(x, weight), dtype == torch.bfloat16)
+        x, rows, stride = _words(x, weight)
+        out = torch.empty((rows, weight.out_features), dtype=dtype)
+        self._gemm(
+            x.data_ptr(), *weight.addresses, out.data_ptr(), stride, rows, weight.out_features,
+            (weight.in_features + 1) // 2, dtype == torch.bfloat16,
+        )  # fmt: skip
         return out
 
     def gated(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
@@ -105,8 +113,12 @@ class Gemm:
         Args: x: bfloat16 [rows, in_features]. Returns: bfloat16 [rows, out_features].
         """
         assert weight.is_gated
-        x, out = _rows(x, weight), torch.empty(x.shape[0], weight.out_features, dtype=torch.bfloat16)
-        self._gated(*_operands(x, weight), out.data_ptr(), *_sizes(x, weight))
+        x, rows, stride = _words(x, weight)
+        out = torch.empty((rows, weight.out_features), dtype=torch.bfloat16)
+        self._gated(
+            x.data_ptr(), *weight.addresses, out.data_ptr(), stride, rows, weight.out_features,
+            (weight.in_features + 1) // 2,
+        )  # fmt: skip
         return out
 
     def largest(self, x: torch.Tensor, weight: PackedWeight) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,26 +127,26 @@ class Gemm:
         Args: x: bfloat16 [rows, in_features]. Returns: int64 [rows] places and float32 [rows] values.
         """
         assert not weight.is_gated
-        x, places = _rows(x, weight), torch.empty(x.shape[0], dtype=torch.int64)
-        values = torch.empty(x.shape[0], dtype=torch.float32)
-        self._largest(*_operands(x, weight), places.data_ptr(), values.data_ptr(), *_sizes(x, weight))
+        x, rows, stride = _words(x, weight)
+        places, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+        self._largest(
+            x.data_ptr(), *weight.addresses, places.data_ptr(), values.data_ptr(), stride, rows, weight.out_features,
+            (weight.in_features + 1) // 2,
+        )  # fmt: skip
         return places, values
 
 
-def _rows(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
-    """x as the kernels read it: rows of whole words of two elements."""
-    assert x.dtype == torch.bfloat16 and x.ndim == 2 and x.shape[1] == weight.in_features
-    x = _even(x)
-    return x if x.stride(1) == 1 and x.stride(0) % 2 == 0 else x.contiguous()
+def _words(x: torch.Tensor, weight: PackedWeight) -> tuple[torch.Tensor, int, int]:
+    """x as the kernels read it, in words of two elements. Returns: x, its rows, and words from row to row."""
+    rows, columns = x.shape
+    assert x.dtype == torch.bfloat16 and columns == weight.in_features
+    if columns % 2 == 0:
+        if x.is_contiguous():
+            return x, rows, columns // 2
+        if x.stride(1) == 1 and x.stride(0) % 2 == 0:
+            return x, rows, x.stride(0) // 2
+    return _even(x).contiguous(), rows, (columns + 1) // 2
 
 
 def _even(matrix: torch.Tensor) -> torch.Tensor:
     return F.pad(matrix, (0, 1)) if matrix.shape[1] % 2 else matrix
-
-
-def _operands(x: torch.Tensor, weight: PackedWeight) -> tuple[int, int, int | None]:
-    return x.data_ptr(), weight.panels.data_ptr(), None if weight.bias is None else weight.bias.data_ptr()
-
-
-def _sizes(x: torch.Tensor, weight: PackedWeight) -> tuple[int, int, int, int]:
-    return x.stride(0) // 2, x.shape[0], weight.out_features, x.shape[1] // 2
