@@ -14,9 +14,10 @@ from stageline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from tests.unit.tokenizer_files import write_byte_level_gguf, write_sentencepiece_gguf
 
 REPLACEMENT = "\ufffd"
-TEXTS = st.text(max_size=40).filter(lambda text: REPLACEMENT not in text)
+# SentencePiece writes a space as "▁", so a text's own comes back as a space.
+TEXTS = st.text(max_size=40).filter(lambda text: REPLACEMENT not in text and "▁" not in text)
 # Up to three characters, bytes throughout, are within the context that a stream keeps of its prompt.
-SHORT_TEXTS = st.text(max_size=3).filter(lambda text: REPLACEMENT not in text)
+SHORT_TEXTS = st.text(max_size=3).filter(lambda text: REPLACEMENT not in text and "▁" not in text)
 EMOJI = "naïve 🙂👨‍👩‍👧 日本語 — ½ ok"
 
 
@@ -82,10 +83,10 @@ def test_a_stream_over_special_tokens_skips_them_and_keeps_going(tokenizer: Toke
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), text=TEXTS)
-def test_tokens_taken_together_give_what_they_give_one_by_one(
+def test_last_tokens_taken_together_give_what_they_give_one_by_one(
     tokenizer: Tokenizer, data: st.DataObject, text: str
 ) -> None:
-    """Whole texts, texts with bytes missing, and noise; taken in runs of any length, after a prompt cut anywhere."""
+    """Whole texts, texts with bytes missing, and noise, after any number of steps and a prompt cut anywhere."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     noise = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=5))
     ids = [*ids, *noise, *ids]
@@ -93,16 +94,10 @@ def test_tokens_taken_together_give_what_they_give_one_by_one(
     del ids[cut : cut + data.draw(st.integers(0, 2))]
     start = data.draw(st.integers(0, len(ids)))
     stream = tokenizer.new_decode_stream(False, ids[:start])
-    pieces: list[str] = []
-    for token_ids in _runs(ids[start:], data):
-        pieces.append(stream.extend(token_ids))
-    pieces.append(stream.finish())
+    num_steps = data.draw(st.integers(0, len(ids) - start))
+    pieces = [stream.step(token_id) for token_id in ids[start : start + num_steps]]
+    pieces.append(stream.finish(ids[start + num_steps :]))
     assert "".join(pieces) == "".join(pieces_of(tokenizer, ids[start:], ids[:start]))
-
-
-def _runs(ids: list[int], data: st.DataObject) -> list[list[int]]:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=3)))
-    return [ids[start:end] for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
 
 
 def test_a_directory_can_lend_its_tokenizer(tmp_path: Path) -> None:

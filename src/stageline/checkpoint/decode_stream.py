@@ -24,13 +24,10 @@ class DecodeStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt_token_ids: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._begin_after(prompt_token_ids)
-
-    def _begin_after(self, token_ids: Sequence[int]) -> None:
-        self._window = _prompt_context(self._decode, token_ids)
-        text = self._decode(self._window)
+        self._window = _prompt_context(decode, prompt_token_ids)
+        text = decode(self._window)
         self._num_emitted = _num_settled(text)
-        # What ends inside a character is no place where later context may begin.
+        # A prompt that ends inside a character is no place where later context may begin.
         self._num_context = len(self._window) if self._num_emitted == len(text) else 0
 
     def step(self, token_id: int) -> str:
@@ -48,25 +45,18 @@ class DecodeStream:
             self._num_emitted = max(self._num_emitted, num_settled)
         return new_text
 
-    def extend(self, token_ids: Sequence[int]) -> str:
-        """Returns: what `step` would give for these tokens one by one, put together; quicker, if they are valid text.
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        """The stream ends, perhaps with some last tokens.
 
-        Tokens that are no text are taken one by one, because where a replacement is emitted decides what follows.
+        Returns: what `step` would give for these one by one, and then what was held back, as it is. Valid text is decoded
+            in one go; anything else one by one, because where a replacement is emitted decides what follows.
         """
-        window = [*self._window, *token_ids]
-        text = self._decode(window)
-        if REPLACEMENT in text:
-            return "".join([self.step(token_id) for token_id in token_ids])
-        new_text = text[self._num_emitted :]
-        self._begin_after(window)
-        return new_text
-
-    def finish(self) -> str:
-        """Returns: what was held back, as it is. The stream ends."""
-        text = self._decode(self._window)
-        rest = text[self._num_emitted :]
-        self._num_emitted = len(text)
-        return rest
+        if token_ids:
+            text = self._decode([*self._window, *token_ids])
+            if REPLACEMENT not in text:
+                return text[self._num_emitted :]
+        stepped = "".join([self.step(token_id) for token_id in token_ids])
+        return stepped + self._decode(self._window)[self._num_emitted :]
 
     def _restart(self) -> None:
         """Everything is emitted: keep only the tokens added since the last time as context."""

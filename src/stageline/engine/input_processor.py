@@ -25,12 +25,8 @@ class DecodeStream(Protocol):
         """The text that this token completes; empty while a character is incomplete."""
         ...
 
-    def extend(self, token_ids: Sequence[int]) -> str:
-        """What `step` would give for these tokens one by one, put together."""
-        ...
-
-    def finish(self) -> str:
-        """What is left when no more tokens will come."""
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        """The text of the last tokens, and what is left when no more will come."""
         ...
 
 

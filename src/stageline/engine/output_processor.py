@@ -192,10 +192,12 @@ class _Completion:
                 self._end_at_stop_string()
                 return
         if update.finish_reason is not None:
-            if self._is_decoded_at_end:
-                token_ids = self._token_ids[:-1] if self._is_left_out(update) else self._token_ids
-                self._new_pieces.append(self._decoder.extend(token_ids))
-            self._end(update.finish_reason, update.stop_reason)
+            self._end(update.finish_reason, update.stop_reason, self._undecoded(update))
+
+    def _undecoded(self, last_update: RequestUpdate) -> list[int]:
+        if not self._is_decoded_at_end:
+            return []
+        return self._token_ids[:-1] if self._is_left_out(last_update) else self._token_ids
 
     def _is_left_out(self, update: RequestUpdate) -> bool:
         """The update's last token stopped the completion and is not part of its text."""
@@ -208,9 +210,9 @@ class _Completion:
             self._logprobs.append(_logprobs_by_id(described, self._tokenizer))
             self._cumulative_logprob += described.logprobs[0]
 
-    def _end(self, reason: FinishReason, stop_reason: int | None) -> None:
+    def _end(self, reason: FinishReason, stop_reason: int | None, undecoded: list[int]) -> None:
         may_stop = len(self._token_ids) > self._min_tokens
-        self._new_pieces.append(self._scanner.push(self._decoder.finish(), may_stop))
+        self._new_pieces.append(self._scanner.push(self._decoder.finish(undecoded), may_stop))
         if self._scanner.found is not None:
             self._end_at_stop_string()
             return
