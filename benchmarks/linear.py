@@ -148,7 +148,8 @@ def main() -> None:
     limits = _measure_limits(kernels.gemm, 2.0)
     print(
         f"this core: {limits.register_flops_per_s / 1e9:.0f} GFLOP/s on registers, "
-        f"{limits.matmul_flops_per_s / 1e9:.0f} GFLOP/s in a large matmul, reads {limits.read_bytes_per_s / 1e9:.1f} GB/s"
+        f"{limits.matmul_flops_per_s / 1e9:.0f} GFLOP/s in a large matmul, "
+        f"reads {limits.read_bytes_per_s / 1e9:.1f} GB/s"
     )
     rates = "".join(f"{candidate:>9}" for candidate in _CANDIDATES)
     print(f"{'':28}{'GFLOP/s':^36}{'ours:':>8}{'times':>18}")
