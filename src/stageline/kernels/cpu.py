@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stageline.kernels import gemm, quantized
+from stageline.kernels.quantized import QuantizedKernels
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -25,7 +26,7 @@ _SIGNATURES: dict[str, list[type[Any]]] = {
     "argmax": [_POINTER] * 2 + [_SIZE] * 2 + [_FLAG],
     "top_k": [_POINTER] * 4 + [_SIZE] * 3,
     "attention": [_POINTER] * 8 + [_SIZE] * 8 + [c_float, _FLAG, _POINTER],
-    "quantized_linear": quantized.SIGNATURE,
+    **quantized.SIGNATURES,
     **gemm.SIGNATURES,
 }
 
@@ -67,7 +68,7 @@ class CpuKernels:
         self._top_k = functions["top_k"]
         self.gemm = gemm.Gemm(functions)
         self._attention = functions["attention"]
-        self.quantized_linear = functions["quantized_linear"]  # called by quantized.QuantizedProduct
+        self.quantized = QuantizedKernels(functions["quantized_linear"], functions["quantized_gated"])
 
     @property
     def has_fast_linear(self) -> bool:
@@ -181,7 +182,7 @@ class CpuKernels:
         return num_bytes.value
 
     def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [rows, size], size at least 1. Returns: int64 [rows], of equals the lowest; a NaN is larger than all others."""
+        """x: [rows, size], size at least 1. Returns: int64 [rows], of equals the lowest; NaN is the largest."""
         rows, size = x.shape
         assert x.is_contiguous() and size > 0
         out = torch.empty(rows, dtype=torch.int64)

@@ -43,7 +43,6 @@ class Attention {
     explicit Attention(const AttentionArguments& arguments) : args(arguments) {
         group = args.num_heads / args.num_kv_heads;
         tokens_at_once = group < MAX_QUERIES_AT_ONCE ? MAX_QUERIES_AT_ONCE / group : 1;
-        num_queries_at_once = tokens_at_once * group;
         words = args.head_dim / PER_WORD;
         value_panels = (args.head_dim + PANEL - 1) / PANEL;
         lay_out((char*)args.scratch);
@@ -54,20 +53,34 @@ class Attention {
 
     void run() {
         memset(zeros, 0, words * 4);
-        for (int64_t row = 0; row < args.num_rows; row++) {
-            int64_t first = args.query_starts[row], tokens = args.query_starts[row + 1] - first;
-            int64_t position = args.context_lens[row] - tokens;
-            for (int64_t head = 0; head < args.num_kv_heads; head++)
-                for (int64_t t = 0; t < tokens; t += tokens_at_once) {
-                    int64_t count = tokens - t < tokens_at_once ? tokens - t : tokens_at_once;
-                    attend(row, head, first + t, count, position + t);
-                }
+        Rows rows, rows_ahead;
+        Unit unit = first_of_row(0);
+        find_rows(unit, rows);
+        while (unit.row < args.num_rows) {
+            Unit next = after(unit);
+            find_rows(next.row < args.num_rows ? next : unit, rows_ahead);
+            attend(unit, rows, rows_ahead);
+            unit = next;
+            rows = rows_ahead;
         }
     }
 
    private:
+    // One tile of keys under the queries of some tokens of one row of the batch, for one key head.
+    struct Unit {
+        int64_t row, head;
+        int64_t token, tokens;  // in the row
+        int64_t position;       // of the first of these tokens
+        int64_t start, keys;    // the tile
+    };
+
+    // Where the keys and values of a unit's tile lie; zeros after the last.
+    struct Rows {
+        const uint32_t *keys[KEYS_AT_ONCE], *values[KEYS_AT_ONCE];
+    };
+
     AttentionArguments args;
-    int64_t group, tokens_at_once, num_queries_at_once, words, value_panels;
+    int64_t group, tokens_at_once, words, value_panels;
     uint32_t *queries, *key_panels, *value_panel_words, *weights, *zeros, *end;
     float *scores, *sums, *maxima, *totals, *rescale;
 
@@ -79,7 +92,8 @@ class Attention {
     }
 
     void lay_out(char* cursor) {
-        int64_t n = num_queries_at_once;
+        int64_t n = tokens_at_once * group;
+        if (n < args.num_heads) n = args.num_heads;
         queries = take<uint32_t>(cursor, n * words);
         key_panels = take<uint32_t>(cursor, KEYS_AT_ONCE * words);
         value_panel_words = take<uint32_t>(cursor, value_panels * KEYS_AT_ONCE / PER_WORD * PANEL);
@@ -87,99 +101,125 @@ class Attention {
         zeros = take<uint32_t>(cursor, words);
         scores = take<float>(cursor, n * KEYS_AT_ONCE);
         sums = take<float>(cursor, n * value_panels * PANEL);
-        maxima = take<float>(cursor, n + W);
-        totals = take<float>(cursor, n + W);
+        maxima = take<float>(cursor, n);
+        totals = take<float>(cursor, n);
         rescale = take<float>(cursor, n + W);
         end = (uint32_t*)cursor;
     }
+
+    int64_t num_tokens(int64_t row) const { return args.query_starts[row + 1] - args.query_starts[row]; }
 
     int64_t first_seen(int64_t position) const {
         int64_t first = args.sliding_window > 0 ? position - args.sliding_window + 1 : 0;
         return first > 0 ? first : 0;
     }
 
-    void attend(int64_t row, int64_t head, int64_t token, int64_t tokens, int64_t position) {
-        int64_t n = tokens * group, columns = value_panels * PANEL, num_keys = position + tokens;
-        take_queries(head, token, tokens);
-        memset(sums, 0, n * columns * sizeof(float));
-        for (int64_t q = 0; q < n; q++) maxima[q] = NEVER, totals[q] = 0;
-        for (int64_t start = first_seen(position) / KEYS_AT_ONCE * KEYS_AT_ONCE; start < num_keys; start += KEYS_AT_ONCE) {
-            int64_t keys = num_keys - start < KEYS_AT_ONCE ? num_keys - start : KEYS_AT_ONCE;
-            if (tokens == 1) prefetch(row, head, start + KEYS_AT_ONCE, num_keys);
-            pack(row, head, start, keys);
-            for (int64_t first = 0; first < keys; first += PANEL)
-                multiply_panel<T>(queries, words, n, key_panels + first * words, words, scores + first, KEYS_AT_ONCE,
-                                  nullptr);
-            bool is_seen_by_all = start >= first_seen(position + tokens - 1) && start + keys <= position + 1;
-            if (is_seen_by_all && keys == KEYS_AT_ONCE)
-                weigh<false>(n, start, keys, position);
-            else
-                weigh<true>(n, start, keys, position);
-            int64_t steps = (keys + PER_WORD - 1) / PER_WORD;
-            for (int64_t panel = 0; panel < value_panels; panel++)
-                multiply_panel<T>(weights, KEYS_AT_ONCE / PER_WORD, n,
-                                  value_panel_words + panel * KEYS_AT_ONCE / PER_WORD * PANEL, steps,
-                                  sums + panel * PANEL, columns, rescale);
+    // A decode takes one tile of all heads before the next: a block's heads lie one behind the other. A chunk of a
+    // prompt takes all tiles of some tokens and one head, whose sums stay in the cache.
+    Unit first_of_row(int64_t row) const {
+        while (row < args.num_rows && num_tokens(row) == 0) row++;
+        if (row >= args.num_rows) return {args.num_rows, 0, 0, 0, 0, 0, 0};
+        return first_of_tokens(row, 0, 0);
+    }
+
+    Unit first_of_tokens(int64_t row, int64_t head, int64_t token) const {
+        int64_t left = num_tokens(row) - token, position = args.context_lens[row] - left;
+        int64_t tokens = left < tokens_at_once ? left : tokens_at_once;
+        return at_tile({row, head, token, tokens, position, 0, 0}, first_tile(position));
+    }
+
+    int64_t first_tile(int64_t position) const { return first_seen(position) / KEYS_AT_ONCE * KEYS_AT_ONCE; }
+
+    static Unit at_tile(Unit unit, int64_t start) {
+        int64_t keys = unit.position + unit.tokens - start;
+        unit.start = start;
+        unit.keys = keys < KEYS_AT_ONCE ? keys : KEYS_AT_ONCE;
+        return unit;
+    }
+
+    Unit after(Unit unit) const {
+        bool is_last_tile = unit.start + unit.keys == unit.position + unit.tokens;
+        bool is_last_head = unit.head + 1 == args.num_kv_heads;
+        if (is_decode(unit)) {
+            unit.head = is_last_head ? 0 : unit.head + 1;
+            if (!is_last_head) return unit;
+            return is_last_tile ? first_of_row(unit.row + 1) : at_tile(unit, unit.start + KEYS_AT_ONCE);
         }
-        give_results(head, token, tokens);
+        if (!is_last_tile) return at_tile(unit, unit.start + KEYS_AT_ONCE);
+        int64_t token = unit.token + unit.tokens;
+        if (token < num_tokens(unit.row)) return first_of_tokens(unit.row, unit.head, token);
+        return is_last_head ? first_of_row(unit.row + 1) : first_of_tokens(unit.row, unit.head + 1, 0);
     }
 
-    void take_queries(int64_t head, int64_t token, int64_t tokens) {
-        for (int64_t t = 0; t < tokens; t++) {
-            const T* source = (const T*)args.queries + (token + t) * args.query_stride + head * group * args.head_dim;
-            memcpy(queries + t * group * words, source, group * words * 4);
+    bool is_decode(const Unit& unit) const { return num_tokens(unit.row) == 1; }
+
+    void attend(const Unit& unit, const Rows& rows, const Rows& rows_ahead) {
+        // The heads of a decode are under way together, each in its part of the scratch memory.
+        int64_t n = unit.tokens * group, columns = value_panels * PANEL, q = is_decode(unit) ? unit.head * group : 0;
+        if (unit.start == first_tile(unit.position)) {
+            take_queries(unit, q);
+            memset(sums + q * columns, 0, n * columns * sizeof(float));
+            for (int64_t i = q; i < q + n; i++) maxima[i] = NEVER, totals[i] = 0;
+        }
+        pack(unit, rows, rows_ahead);
+        for (int64_t first = 0; first < unit.keys; first += PANEL)
+            multiply_panel<T>(queries + q * words, words, n, key_panels + first * words, words, scores + first,
+                              KEYS_AT_ONCE, nullptr);
+        bool is_seen_by_all = unit.keys == KEYS_AT_ONCE && unit.start + unit.keys <= unit.position + 1 &&
+                              unit.start >= first_seen(unit.position + unit.tokens - 1);
+        if (is_seen_by_all)
+            weigh<false>(unit, n, maxima + q, totals + q);
+        else
+            weigh<true>(unit, n, maxima + q, totals + q);
+        int64_t steps = (unit.keys + PER_WORD - 1) / PER_WORD;
+        for (int64_t panel = 0; panel < value_panels; panel++)
+            multiply_panel<T>(weights, KEYS_AT_ONCE / PER_WORD, n,
+                              value_panel_words + panel * KEYS_AT_ONCE / PER_WORD * PANEL, steps,
+                              sums + q * columns + panel * PANEL, columns, rescale);
+        if (unit.start + unit.keys == unit.position + unit.tokens) give_results(unit, q);
+    }
+
+    void take_queries(const Unit& unit, int64_t q) {
+        int64_t token = args.query_starts[unit.row] + unit.token, size = group * words;
+        for (int64_t t = 0; t < unit.tokens; t++) {
+            const T* source =
+                (const T*)args.queries + (token + t) * args.query_stride + unit.head * group * args.head_dim;
+            memcpy(queries + q * words + t * size, source, size * 4);
         }
     }
 
-    const uint32_t* run_of(const void* cache, int64_t row, int64_t head, int64_t key) const {
-        int64_t block = args.block_tables[row * args.table_stride + key / args.block_size];
-        return (const uint32_t*)cache +
-               ((block * args.num_kv_heads + head) * args.block_size + key % args.block_size) * words;
-    }
-
-    void prefetch(int64_t row, int64_t head, int64_t start, int64_t end_key) const {
-        if (end_key > start + KEYS_AT_ONCE) end_key = start + KEYS_AT_ONCE;
-        for (int64_t key = start; key < end_key;) {
-            int64_t count = args.block_size - key % args.block_size;
-            if (count > end_key - key) count = end_key - key;
-            const char* k = (const char*)run_of(args.keys, row, head, key);
-            const char* v = (const char*)run_of(args.values, row, head, key);
-            for (int64_t byte = 0; byte < count * words * 4; byte += 64) {
-                __builtin_prefetch(k + byte, 0, 2);
-                __builtin_prefetch(v + byte, 0, 2);
+    void find_rows(const Unit& unit, Rows& rows) const {
+        const int32_t* blocks = args.block_tables + unit.row * args.table_stride;
+        for (int64_t done = 0; done < unit.keys;) {
+            int64_t block = (unit.start + done) / args.block_size, offset = (unit.start + done) % args.block_size;
+            int64_t count = args.block_size - offset;
+            if (count > unit.keys - done) count = unit.keys - done;
+            int64_t place = ((blocks[block] * args.num_kv_heads + unit.head) * args.block_size + offset) * words;
+            for (int64_t i = 0; i < count; i++, done++, place += words) {
+                rows.keys[done] = (const uint32_t*)args.keys + place;
+                rows.values[done] = (const uint32_t*)args.values + place;
             }
-            key += count;
         }
+        for (int64_t i = unit.keys; i < KEYS_AT_ONCE; i++) rows.keys[i] = rows.values[i] = zeros;
     }
 
-    // Keys start..start + keys as panels for the scores, and their values as panels for the weighted sums.
-    void pack(int64_t row, int64_t head, int64_t start, int64_t keys) {
-        const uint32_t *key_rows[KEYS_AT_ONCE], *value_rows[KEYS_AT_ONCE];
-        for (int64_t done = 0; done < keys;) {
-            int64_t count = args.block_size - (start + done) % args.block_size;
-            if (count > keys - done) count = keys - done;
-            const uint32_t* k = run_of(args.keys, row, head, start + done);
-            const uint32_t* v = run_of(args.values, row, head, start + done);
-            for (int64_t i = 0; i < count; i++) {
-                key_rows[done + i] = k + i * words;
-                value_rows[done + i] = v + i * words;
-            }
-            done += count;
-        }
-        for (int64_t i = keys; i < KEYS_AT_ONCE; i++) key_rows[i] = value_rows[i] = zeros;
-        for (int64_t first = 0; first < keys; first += PANEL)
-            pack_panel(*(const uint32_t* const (*)[PANEL])(key_rows + first), words, key_panels + first * words);
-        for (int64_t step = 0; step * PER_WORD < keys; step++)
-            pack_values(value_rows + step * PER_WORD, value_panel_words + step * PANEL);
+    // The tile's keys as panels for the scores, and their values as panels for the weighted sums. What the next unit
+    // needs is fetched meanwhile: no other order of blocks than the table's is known to the hardware.
+    void pack(const Unit& unit, const Rows& rows, const Rows& ahead) {
+        for (int64_t first = 0; first < unit.keys; first += PANEL)
+            pack_panel<true>(rows.keys + first, ahead.keys + first, words, key_panels + first * words);
+        for (int64_t step = 0; step * PER_WORD < unit.keys; step++)
+            pack_values(rows.values + step * PER_WORD, ahead.values + step * PER_WORD, value_panel_words + step * PANEL);
     }
 
     // Bfloat16: word i of a panel is element 2i of both keys, word 16 + i element 2i + 1: no shuffle is needed here, and
     // none in `give_results`, which joins them again.
-    void pack_values(const uint32_t* const* rows, uint32_t* step_of_panel) {
+    void pack_values(const uint32_t* const* rows, const uint32_t* const* ahead, uint32_t* step_of_panel) {
         int64_t stride = KEYS_AT_ONCE / PER_WORD * PANEL, words_per_panel = PANEL / PER_WORD;
         for (int64_t panel = 0; panel < value_panels; panel++, step_of_panel += stride)
             for (int64_t i = 0; i < words_per_panel; i += W) {
                 int64_t word = panel * words_per_panel + i;
+                for (int key = 0; key < PER_WORD; key++) __builtin_prefetch(ahead[key] + word, 0, 2);
                 vu a = words_at(rows[0], word);
                 if constexpr (PER_WORD == 1) {
                     store_bits(step_of_panel + i, a);
@@ -199,30 +239,27 @@ class Attention {
 
     // Scores become weights; `rescale` is what the sums so far must be multiplied by.
     template <bool IS_MASKED>
-    void weigh(int64_t n, int64_t start, int64_t keys, int64_t position) {
+    void weigh(const Unit& unit, int64_t n, float* maxima, float* totals) {
         const float to_log2 = args.scale * LOG2_E;
+        const int64_t keys = IS_MASKED ? unit.keys : KEYS_AT_ONCE;
         for (int64_t q = 0; q < n; q++) {
-            Seen seen = seen_by(q, start, keys, position);
-            float best = NEVER;
-            if (!IS_MASKED || seen.begin < seen.end) {
-                vf vector_best = splat(NEVER);
-                for (int64_t j = 0; j < (IS_MASKED ? keys : KEYS_AT_ONCE); j += W) {
-                    vf s = load(scores + q * KEYS_AT_ONCE + j) * splat(to_log2);
-                    if (IS_MASKED) s = is_seen(seen, j) ? s : splat(NEVER);
-                    vector_best = maximum(vector_best, s);
-                }
-                best = largest(vector_best);
+            Seen seen = seen_by(unit, q);
+            vf best = splat(NEVER);
+            for (int64_t j = 0; j < keys; j += W) {
+                vf s = load(scores + q * KEYS_AT_ONCE + j) * splat(to_log2);
+                best = maximum(IS_MASKED ? (is_seen(seen, j) ? s : splat(NEVER)) : s, best);
             }
-            float new_maximum = best > maxima[q] ? best : maxima[q];
+            float new_maximum = largest(best);
+            if (!(new_maximum > maxima[q])) new_maximum = maxima[q];
             rescale[q] = maxima[q] - new_maximum;
             maxima[q] = new_maximum;
         }
         for (int64_t q = 0; q < n; q += W) store(rescale + q, exp2(load(rescale + q)));
         for (int64_t q = 0; q < n; q++) {
-            Seen seen = seen_by(q, start, keys, position);
+            Seen seen = seen_by(unit, q);
             vf total = {};
             T* row = (T*)(weights + q * KEYS_AT_ONCE / PER_WORD);
-            for (int64_t j = 0; j < (IS_MASKED ? keys : KEYS_AT_ONCE); j += W) {
+            for (int64_t j = 0; j < keys; j += W) {
                 vf s = load(scores + q * KEYS_AT_ONCE + j);
                 vf p = rounded<T>(exp2(fma(s, splat(to_log2), splat(-maxima[q]))));
                 if (IS_MASKED) p = is_seen(seen, j) ? p : vf{};
@@ -238,10 +275,10 @@ class Attention {
     };
 
     // Which keys of the tile a query sees.
-    Seen seen_by(int64_t q, int64_t start, int64_t keys, int64_t position) const {
-        int64_t at = position + q / group;
-        int64_t begin = first_seen(at) - start, end_key = at + 1 - start;
-        return {(int32_t)(begin > 0 ? begin : 0), (int32_t)(end_key < keys ? end_key : keys)};
+    Seen seen_by(const Unit& unit, int64_t q) const {
+        int64_t at = unit.position + q / group;
+        int64_t begin = first_seen(at) - unit.start, end_key = at + 1 - unit.start;
+        return {(int32_t)(begin > 0 ? begin : 0), (int32_t)(end_key < unit.keys ? end_key : unit.keys)};
     }
 
     static vi is_seen(Seen seen, int64_t j) {
@@ -249,11 +286,13 @@ class Attention {
         return (key >= seen.begin) & (key < seen.end);
     }
 
-    void give_results(int64_t head, int64_t token, int64_t tokens) {
-        for (int64_t q = 0; q < tokens * group; q++) {
-            T* out = (T*)args.out + ((token + q / group) * args.num_heads + head * group + q % group) * args.head_dim;
-            const float* row = sums + q * value_panels * PANEL;
-            vf factor = splat(1.0f / totals[q]);
+    void give_results(const Unit& unit, int64_t first) {
+        int64_t token = args.query_starts[unit.row] + unit.token;
+        for (int64_t q = 0; q < unit.tokens * group; q++) {
+            int64_t head = (token + q / group) * args.num_heads + unit.head * group + q % group;
+            T* out = (T*)args.out + head * args.head_dim;
+            const float* row = sums + (first + q) * value_panels * PANEL;
+            vf factor = splat(1.0f / totals[first + q]);
             if constexpr (PER_WORD == 1) {
                 for (int64_t d = 0; d < args.head_dim; d += W)
                     store(out + d, load(row + d) * factor, args.head_dim - d);

@@ -87,15 +87,20 @@ static void multiply_panel(const uint32_t* a, int64_t a_stride, int64_t rows, co
     }
 }
 
-// Packs one panel: rows[i], of `steps` words, becomes column i.
-INLINE void pack_panel(const uint32_t* const (&rows)[PANEL], int64_t steps, uint32_t* panel) {
+// Packs one panel: rows[i], of `steps` words, becomes column i. FETCHES: the same words of `ahead` are brought into the
+// second-level cache meanwhile.
+template <bool FETCHES = false>
+INLINE void pack_panel(const uint32_t* const* rows, const uint32_t* const* ahead, int64_t steps, uint32_t* panel) {
     for (int first = 0; first < PANEL; first += W) {
         int64_t done = 0;
         while (done < steps && steps >= W) {
             if (done + W > steps) done = steps - W;  // the last words once more, rather than one by one
             vu words[W];
 #pragma GCC unroll 16
-            for (int i = 0; i < W; i++) words[i] = load_bits(rows[first + i] + done);
+            for (int i = 0; i < W; i++) {
+                words[i] = load_bits(rows[first + i] + done);
+                if constexpr (FETCHES) __builtin_prefetch(ahead[first + i] + done, 0, 2);
+            }
             transpose(words);
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) store_bits(panel + (done + i) * PANEL + first, words[i]);
@@ -104,6 +109,10 @@ INLINE void pack_panel(const uint32_t* const (&rows)[PANEL], int64_t steps, uint
         for (; done < steps; done++)
             for (int i = 0; i < W; i++) panel[done * PANEL + first + i] = rows[first + i][done];
     }
+}
+
+INLINE void pack_panel(const uint32_t* const* rows, int64_t steps, uint32_t* panel) {
+    pack_panel<false>(rows, rows, steps, panel);
 }
 
 }  // namespace STAGELINE_VARIANT
