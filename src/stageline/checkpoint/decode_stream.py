@@ -48,8 +48,8 @@ class DecodeStream:
     def finish(self, token_ids: Sequence[int] = ()) -> str:
         """The stream ends, perhaps with some last tokens.
 
-        Returns: what `step` would give for these one by one, and then what was held back, as it is. Valid text is decoded
-            in one go; anything else one by one, because where a replacement is emitted decides what follows.
+        Returns: what `step` would give for these one by one, and then what was held back, as it is. Valid text is
+            decoded in one go; anything else one by one, because where a replacement is emitted decides what follows.
         """
         if token_ids:
             text = self._decode([*self._window, *token_ids])
