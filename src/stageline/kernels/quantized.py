@@ -22,11 +22,15 @@ from stageline.kernels.huge_pages import HugePages
 BLOCK = 32
 _PANEL, _GROUP, _AT_ONCE = 64, 16, 4
 _NUM_GROUPS, _STEPS = _PANEL // _GROUP, BLOCK // _AT_ONCE
-_ROWS_AT_ONCE = 96
-_BLOCK_OF_X_BYTES = 24
 _RUN_ELEMENTS = 2**22
 
-SIGNATURE: list[type[Any]] = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_int32]
+# A row of activations and what is known of its blocks must fit into the kernel's scratch.
+MAX_COLUMNS = 128 * 1024
+
+SIGNATURES: dict[str, list[type[Any]]] = {
+    "quantized_linear": [c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_int32],
+    "quantized_gated": [c_void_p, c_void_p, c_int64, c_void_p, c_int32],
+}
 
 
 class Kind(IntEnum):
@@ -126,27 +130,37 @@ class _PlanStruct(ctypes.Structure):
     _fields_ = [("matrices", c_void_p), ("bias", c_void_p), ("num_matrices", c_int64), ("num_columns", c_int64)]
 
 
+@dataclass(frozen=True)
+class QuantizedKernels:
+    """One variant's functions, as in SIGNATURES."""
+
+    linear: Callable[..., None]
+    gated: Callable[..., None]
+
+
 class QuantizedProduct:
-    """x times the rows of some matrices, side by side, in one call of the kernel.
+    """x times the rows of some matrices, in one call of a kernel.
+
+    The result of a row of x is the same, bit for bit, whatever other rows there are.
 
     Args:
-        function: the kernel of a variant; None computes with torch.
+        kernels: None computes with torch.
         matrices: with the same number of columns.
         bias: [rows of all matrices] or None.
     """
 
     def __init__(
         self,
-        function: Callable[..., None] | None,
+        kernels: QuantizedKernels | None,
         matrices: Sequence[QuantizedMatrix],
         bias: torch.Tensor | None = None,
     ) -> None:
         self.matrices = tuple(matrices)
         self.num_rows = sum(matrix.num_rows for matrix in matrices)
         self.num_columns = matrices[0].num_columns
-        assert all(matrix.num_columns == self.num_columns for matrix in matrices)
+        assert all(matrix.num_columns == self.num_columns for matrix in matrices) and self.num_columns <= MAX_COLUMNS
         assert bias is None or bias.shape == (self.num_rows,)
-        self._function = function
+        self._kernels = kernels
         self._bias = None if bias is None else bias.float().contiguous()
         self._structs = (_MatrixStruct * len(matrices))(
             *[_MatrixStruct(m.numbers.data_ptr(), m.scales.data_ptr(), m.num_rows, m.kind) for m in matrices]
@@ -154,28 +168,47 @@ class QuantizedProduct:
         bias_pointer = None if self._bias is None else self._bias.data_ptr()
         self._plan = _PlanStruct(ctypes.addressof(self._structs), bias_pointer, len(matrices), self.num_columns)
         self._plan_pointer = ctypes.addressof(self._plan)
-        self._scratch_bytes_per_row = self.num_columns + self.num_columns // BLOCK * _BLOCK_OF_X_BYTES
 
-    def __call__(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Args: x: bfloat16 or float32 [rows, num_columns]. dtype: of the result; float32 if x is.
-        Returns: [rows, num_rows]. A row's result is the same, bit for bit, in every company.
+    def linear(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What the matrices give, side by side.
+
+        Args:
+            x: bfloat16 or float32 [rows, num_columns], on the CPU.
+            dtype: of the result; float32 if x is.
+        Returns: [rows, num_rows].
         """
-        rows, columns = x.shape
-        assert columns == self.num_columns and x.device.type == "cpu"
-        if self._function is None:
-            return self._with_torch(x).to(dtype)
+        rows = self._checked_rows(x)
+        if self._kernels is None:
+            return self._linear_with_torch(x).to(dtype)
         takes_bf16, gives_bf16 = x.dtype == torch.bfloat16, dtype == torch.bfloat16
-        assert takes_bf16 or (x.dtype == torch.float32 and not gives_bf16)
+        assert takes_bf16 or not gives_bf16
         x = x.contiguous()
         out = torch.empty(rows, self.num_rows, dtype=dtype)
-        scratch = torch.empty(min(rows, _ROWS_AT_ONCE) * self._scratch_bytes_per_row, dtype=torch.uint8)
-        self._function(
-            self._plan_pointer, x.data_ptr(), rows, out.data_ptr(), scratch.data_ptr(), takes_bf16, gives_bf16
-        )
+        self._kernels.linear(self._plan_pointer, x.data_ptr(), rows, out.data_ptr(), takes_bf16, gives_bf16)
         return out
 
-    def _with_torch(self, x: torch.Tensor) -> torch.Tensor:
-        """The same rounding of x, but products in float32, of weights made anew each time."""
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """silu of what the first matrix gives, times what the second gives; there are two, of the same size.
+
+        Args: x: as for `linear`. Returns: [rows, num_rows / 2], of x's dtype.
+        """
+        rows, size = self._checked_rows(x), self.num_rows // 2
+        assert len(self.matrices) == 2 and self.matrices[0].num_rows == size
+        if self._kernels is None:
+            gate, up = self._linear_with_torch(x).chunk(2, dim=-1)
+            return F.silu(gate).mul_(up).to(x.dtype)
+        x = x.contiguous()
+        out = torch.empty(rows, size, dtype=x.dtype)
+        self._kernels.gated(self._plan_pointer, x.data_ptr(), rows, out.data_ptr(), x.dtype == torch.bfloat16)
+        return out
+
+    def _checked_rows(self, x: torch.Tensor) -> int:
+        rows, columns = x.shape
+        assert columns == self.num_columns and x.is_cpu and x.dtype in (torch.bfloat16, torch.float32)
+        return rows
+
+    def _linear_with_torch(self, x: torch.Tensor) -> torch.Tensor:
+        """The same rounding of x, but products in float32, of weights made anew each time. Returns: float32."""
         blocks = x.float().reshape(x.shape[0], -1, BLOCK)
         bounds = blocks.abs().amax(-1, keepdim=True)
         largest = torch.full_like(bounds, 127.0)

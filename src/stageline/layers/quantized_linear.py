@@ -28,14 +28,36 @@ class QuantizedLinear(Linear):
     def __init__(
         self, matrices: Sequence[QuantizedMatrix], dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> None:
-        library = kernels.library(torch.device("cpu"), dtype)
-        self._product = QuantizedProduct(None if library is None else library.quantized_linear, matrices, bias)
+        self._product = _product(matrices, dtype, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, x.dtype)
+        return self._product.linear(x, x.dtype)
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product(x, torch.float32)
+        return self._product.linear(x, torch.float32)
+
+
+class QuantizedGatedLinear(GatedLinear):
+    """silu(gate(x)) * up(x), rounded to the compute dtype once.
+
+    Args:
+        gate, up: [size, in_features].
+        dtype: the compute dtype.
+        bias: [2 * size], the gate's first, or None.
+    """
+
+    def __init__(
+        self, gate: QuantizedMatrix, up: QuantizedMatrix, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> None:
+        self._product = _product([gate, up], dtype, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product.gated(x)
+
+
+def _product(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype, bias: torch.Tensor | None) -> QuantizedProduct:
+    library = kernels.library(torch.device("cpu"), dtype)
+    return QuantizedProduct(None if library is None else library.quantized, matrices, bias)
 
 
 class SideBySide(Linear):

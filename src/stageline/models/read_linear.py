@@ -9,7 +9,13 @@ import torch
 from stageline.kernels.quantized import QuantizedMatrix
 from stageline.layers.embedding import TokenEmbedding
 from stageline.layers.linear import GatedLinear, Linear
-from stageline.layers.quantized_linear import LinearThenGate, QuantizedEmbedding, QuantizedLinear, SideBySide
+from stageline.layers.quantized_linear import (
+    LinearThenGate,
+    QuantizedEmbedding,
+    QuantizedGatedLinear,
+    QuantizedLinear,
+    SideBySide,
+)
 from stageline.models.family import WeightReader
 
 
@@ -27,7 +33,8 @@ def read_fused_linear(
     biases = [reader.read(f"{name}.bias", (size,)) for name, size in parts] if has_bias else []
     if any(isinstance(weight, QuantizedMatrix) for weight in weights):
         return _fused_quantized(weights, biases, reader.dtype)
-    return Linear(_joined(_dense(weights)), _joined(biases) if biases else None)
+    dense = [weight for weight in weights if isinstance(weight, torch.Tensor)]
+    return Linear(_joined(dense), _joined(biases) if biases else None)
 
 
 def read_gated_linear(
@@ -37,9 +44,13 @@ def read_gated_linear(
     names = (gate_name, up_name)
     weights = [reader.read_matrix(f"{name}.weight", (size, in_features)) for name in names]
     biases = [reader.read(f"{name}.bias", (size,)) for name in names] if has_bias else []
-    if any(isinstance(weight, QuantizedMatrix) for weight in weights):
-        return LinearThenGate(_fused_quantized(weights, biases, reader.dtype))
-    return GatedLinear(_joined(_dense(weights)), _joined(biases) if biases else None)
+    bias = _joined(biases) if biases else None
+    gate, up = weights
+    if isinstance(gate, QuantizedMatrix) and isinstance(up, QuantizedMatrix):
+        return QuantizedGatedLinear(gate, up, reader.dtype, bias)
+    if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor):
+        return GatedLinear(torch.cat((gate, up)), bias)
+    return LinearThenGate(_fused_quantized(weights, biases, reader.dtype))
 
 
 def read_embedding(
@@ -65,10 +76,6 @@ def _fused_quantized(
             for index, weight in enumerate(weights)
         ]
     )
-
-
-def _dense(weights: Sequence[torch.Tensor | QuantizedMatrix]) -> list[torch.Tensor]:
-    return [weight for weight in weights if isinstance(weight, torch.Tensor)]
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:

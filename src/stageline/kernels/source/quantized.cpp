@@ -1,4 +1,4 @@
-// Quantised linear layers of one variant, under names that end with the variant's; called by quantized.py, which checks.
+// Quantised linear layers of one variant, under names that end with the variant's. The caller, quantized.py, checks.
 #include "quantized.h"
 
 #define JOIN_(name, variant) stageline_##name##_##variant
@@ -9,12 +9,20 @@ using namespace STAGELINE_VARIANT;
 
 // x: [num_rows][columns] -> out: [num_rows][rows of all matrices].
 EXPORT(quantized_linear)
-(const QuantizedPlan* plan, const void* x, int64_t num_rows, void* out, void* scratch, int32_t takes_bf16,
- int32_t gives_bf16) {
+(const QuantizedPlan* plan, const void* x, int64_t num_rows, void* out, int32_t takes_bf16, int32_t gives_bf16) {
     if (takes_bf16 && gives_bf16)
-        quantized_linear(*plan, (const bf16*)x, num_rows, (bf16*)out, (int8_t*)scratch);
+        quantized_linear(*plan, (const bf16*)x, num_rows, (bf16*)out);
     else if (takes_bf16)
-        quantized_linear(*plan, (const bf16*)x, num_rows, (float*)out, (int8_t*)scratch);
+        quantized_linear(*plan, (const bf16*)x, num_rows, (float*)out);
     else
-        quantized_linear(*plan, (const float*)x, num_rows, (float*)out, (int8_t*)scratch);
+        quantized_linear(*plan, (const float*)x, num_rows, (float*)out);
+}
+
+// The plan has two matrices of the same size, the gate first. x: [num_rows][columns] -> out: [num_rows][size].
+EXPORT(quantized_gated)
+(const QuantizedPlan* plan, const void* x, int64_t num_rows, void* out, int32_t is_bf16) {
+    if (is_bf16)
+        quantized_gated(*plan, (const bf16*)x, num_rows, (bf16*)out);
+    else
+        quantized_gated(*plan, (const float*)x, num_rows, (float*)out);
 }

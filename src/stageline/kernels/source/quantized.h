@@ -16,7 +16,7 @@ namespace STAGELINE_VARIANT {
 constexpr int64_t BLOCK = 32;
 constexpr int64_t GROUP = 16;                // weight rows whose numbers lie together, four of each row at a time
 constexpr int64_t QUANTIZED_PANEL = 64;      // weight rows that are read together: one stream of memory
-constexpr int64_t ROWS_AT_ONCE = 96;         // rows of x that are quantised, then multiplied; a multiple of every tile
+constexpr int64_t SCRATCH_BYTES = 256 * 1024;  // for rows of x that are quantised, then multiplied; on the stack
 constexpr int64_t PREFETCH_BYTES = 4096;
 
 enum QuantizedKind : int32_t { FOUR_BITS = 0, FOUR_BITS_MINIMUM = 1, EIGHT_BITS = 2, EIGHT_BITS_HALVES = 3 };
@@ -182,24 +182,10 @@ INLINE void prefetch_block(const uint8_t* quants, const uint16_t* scales) {
     for (int64_t i = 0; i < L::BLOCK_SCALES; i += 32) __builtin_prefetch(scales + AHEAD * L::BLOCK_SCALES + i);
 }
 
-struct QuantizedOutput {
-    void* first;         // the first row's output of the matrix's first row
-    int64_t stride;      // elements from one row of x to the next
-    const float* bias;   // of the matrix's first row, or null
-    bool is_bf16;
-};
-
-template <class T>
-INLINE void finish(vf y, T* out, const float* bias, int64_t count) {
-    if (bias) y = y + load(bias, count);
-    store(out, y, count);
-}
-
-// Weight rows from `column` on, VECTORS times W of them, with ROWS rows of x, of which the first is `row`.
+// VECTORS times W weight rows with ROWS rows of x, into `sums` [ROWS][QUANTIZED_PANEL].
 template <int KIND, int ROWS, int VECTORS>
-static void multiply_vectors(const uint8_t* quants, const uint16_t* scales, int64_t num_blocks, const int8_t* x,
-                             const BlockOfX* blocks, const QuantizedOutput& out, int64_t row, int64_t column,
-                             int64_t num_columns) {
+INLINE void multiply_vectors(const uint8_t* quants, const uint16_t* scales, int64_t num_blocks, const int8_t* x,
+                             const BlockOfX* blocks, float* sums) {
     using L = Layout<KIND>;
     vf sum[VECTORS][ROWS] = {};
     for (int64_t b = 0; b < num_blocks; b++) {
@@ -214,31 +200,30 @@ static void multiply_vectors(const uint8_t* quants, const uint16_t* scales, int6
         }
         quants += L::BLOCK_BYTES, scales += L::BLOCK_SCALES, x += ROWS * BLOCK, blocks += ROWS;
     }
-    for (int v = 0; v < VECTORS; v++) {
-        int64_t first = column + v * W;
-        if (first >= num_columns) return;
-        for (int r = 0; r < ROWS; r++) {
-            int64_t at = (row + r) * out.stride + first;
-            const float* bias = out.bias ? out.bias + first : nullptr;
-            if (out.is_bf16)
-                finish(sum[v][r], (bf16*)out.first + at, bias, num_columns - first);
-            else
-                finish(sum[v][r], (float*)out.first + at, bias, num_columns - first);
-        }
-    }
+    UNROLLED for (int r = 0; r < ROWS; r++)
+        UNROLLED for (int v = 0; v < VECTORS; v++) store(sums + r * QUANTIZED_PANEL + v * W, sum[v][r]);
 }
 
+typedef void (*PanelFunction)(const uint8_t* quants, const uint16_t* scales, int64_t num_blocks, const int8_t* x,
+                              const BlockOfX* blocks, float* sums);
+
+// A panel with ROWS rows of x, into `sums` [ROWS][QUANTIZED_PANEL].
 template <int KIND, int ROWS>
-static void multiply_panel_rows(const uint8_t* quants, const uint16_t* scales, int64_t num_blocks, const int8_t* x,
-                                const BlockOfX* blocks, const QuantizedOutput& out, int64_t row, int64_t column,
-                                int64_t num_columns) {
+static void multiply_quantized_panel(const uint8_t* quants, const uint16_t* scales, int64_t num_blocks, const int8_t* x,
+                                     const BlockOfX* blocks, float* sums) {
     using L = Layout<KIND>;
     constexpr int VECTORS = vectors_at_once(ROWS);
-    for (int64_t first = 0; first < QUANTIZED_PANEL && column + first < num_columns; first += VECTORS * W)
+    for (int64_t first = 0; first < QUANTIZED_PANEL; first += VECTORS * W)
         multiply_vectors<KIND, ROWS, VECTORS>(quants + first / GROUP * L::GROUP_BYTES + first % GROUP * 4,
                                               scales + first / GROUP * L::GROUP_SCALES + first % GROUP, num_blocks, x,
-                                              blocks, out, row, column + first, num_columns);
+                                              blocks, sums + first);
 }
+
+#if defined(STAGELINE_AVX512)
+constexpr int64_t MOST_ROWS_OF_TILE = 12;
+#else
+constexpr int64_t MOST_ROWS_OF_TILE = 4;
+#endif
 
 // The largest tile that fits; rows are cut alike when they are quantised and when they are multiplied.
 INLINE int64_t rows_of_tile(int64_t rows_left) {
@@ -250,25 +235,99 @@ INLINE int64_t rows_of_tile(int64_t rows_left) {
 }
 
 template <int KIND>
-static void multiply_matrix(const QuantizedMatrix& matrix, int64_t num_blocks, const int8_t* x, const BlockOfX* blocks,
-                            int64_t num_rows, const QuantizedOutput& out) {
-    using L = Layout<KIND>;
-    for (int64_t column = 0; column < matrix.num_rows; column += QUANTIZED_PANEL) {
-        const uint8_t* quants = matrix.quants + column / QUANTIZED_PANEL * num_blocks * L::BLOCK_BYTES;
-        const uint16_t* scales = matrix.scales + column / QUANTIZED_PANEL * num_blocks * L::BLOCK_SCALES;
-        for (int64_t row = 0, rows; row < num_rows; row += rows) {
-            rows = rows_of_tile(num_rows - row);
-            auto multiply = rows == 1   ? multiply_panel_rows<KIND, 1>
-                            : rows == 2 ? multiply_panel_rows<KIND, 2>
+static PanelFunction panel_function_of(int64_t rows) {
+    if (rows == 1) return multiply_quantized_panel<KIND, 1>;
+    if (rows == 2) return multiply_quantized_panel<KIND, 2>;
 #if defined(STAGELINE_AVX512)
-                            : rows == 8  ? multiply_panel_rows<KIND, 8>
-                            : rows == 12 ? multiply_panel_rows<KIND, 12>
+    if (rows == 8) return multiply_quantized_panel<KIND, 8>;
+    if (rows == 12) return multiply_quantized_panel<KIND, 12>;
 #endif
-                                         : multiply_panel_rows<KIND, 4>;
-            multiply(quants, scales, num_blocks, x + row * num_blocks * BLOCK, blocks + row * num_blocks, out, row,
-                     column, matrix.num_rows);
-        }
+    return multiply_quantized_panel<KIND, 4>;
+}
+
+// Rows of x, quantised; `rows` of them in tiles.
+struct QuantizedRows {
+    const int8_t* quants;
+    const BlockOfX* blocks;
+    int64_t rows;
+    int64_t num_blocks;
+};
+
+// A tile of rows, from `row` on, with the panel that holds weight row `column`, into `sums`.
+static void multiply_tile_of(const QuantizedMatrix& matrix, const QuantizedRows& x, int64_t row, int64_t rows,
+                             int64_t column, float* sums) {
+    auto multiply = [&](auto layout, PanelFunction function) {
+        int64_t block = column / QUANTIZED_PANEL * x.num_blocks;
+        function(matrix.quants + block * layout.BLOCK_BYTES, matrix.scales + block * layout.BLOCK_SCALES, x.num_blocks,
+                 x.quants + row * x.num_blocks * BLOCK, x.blocks + row * x.num_blocks, sums);
+    };
+    switch (matrix.kind) {
+        case FOUR_BITS: return multiply(Layout<FOUR_BITS>(), panel_function_of<FOUR_BITS>(rows));
+        case FOUR_BITS_MINIMUM:
+            return multiply(Layout<FOUR_BITS_MINIMUM>(), panel_function_of<FOUR_BITS_MINIMUM>(rows));
+        case EIGHT_BITS: return multiply(Layout<EIGHT_BITS>(), panel_function_of<EIGHT_BITS>(rows));
+        default: return multiply(Layout<EIGHT_BITS_HALVES>(), panel_function_of<EIGHT_BITS_HALVES>(rows));
     }
+}
+
+INLINE vf with_bias(const float* sums, const float* bias, int64_t count) {
+    return bias ? load(sums) + load(bias, count) : load(sums);
+}
+
+// out: the first row's output of the matrix's first row; stride: elements from one row of x to the next.
+template <class Y>
+static void multiply_matrix(const QuantizedMatrix& matrix, const float* bias, const QuantizedRows& x, Y* out,
+                            int64_t stride) {
+    alignas(64) float sums[MOST_ROWS_OF_TILE * QUANTIZED_PANEL];
+    for (int64_t column = 0; column < matrix.num_rows; column += QUANTIZED_PANEL)
+        for (int64_t row = 0, rows; row < x.rows; row += rows) {
+            rows = rows_of_tile(x.rows - row);
+            multiply_tile_of(matrix, x, row, rows, column, sums);
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t c = column; c < column + QUANTIZED_PANEL && c < matrix.num_rows; c += W) {
+                    int64_t count = matrix.num_rows - c;
+                    vf y = with_bias(sums + r * QUANTIZED_PANEL + c - column, bias ? bias + c : nullptr, count);
+                    store(out + (row + r) * stride + c, y, count);
+                }
+        }
+}
+
+// silu(gate) * up, of matrices with the same number of rows; one rounding, at the end.
+template <class Y>
+static void multiply_gated(const QuantizedMatrix& gate, const QuantizedMatrix& up, const float* bias,
+                           const QuantizedRows& x, Y* out) {
+    alignas(64) float gates[MOST_ROWS_OF_TILE * QUANTIZED_PANEL], ups[MOST_ROWS_OF_TILE * QUANTIZED_PANEL];
+    int64_t size = gate.num_rows;
+    for (int64_t column = 0; column < size; column += QUANTIZED_PANEL)
+        for (int64_t row = 0, rows; row < x.rows; row += rows) {
+            rows = rows_of_tile(x.rows - row);
+            multiply_tile_of(gate, x, row, rows, column, gates);
+            multiply_tile_of(up, x, row, rows, column, ups);
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t c = column; c < column + QUANTIZED_PANEL && c < size; c += W) {
+                    int64_t at = r * QUANTIZED_PANEL + c - column, count = size - c;
+                    vf g = with_bias(gates + at, bias ? bias + c : nullptr, count);
+                    vf u = with_bias(ups + at, bias ? bias + size + c : nullptr, count);
+                    store(out + (row + r) * size + c, silu(g) * u, count);
+                }
+        }
+}
+
+// Of exact integers, so the order does not matter.
+INLINE int32_t sum_of_quants(vf x) {
+#if defined(STAGELINE_AVX512)
+    return (int32_t)_mm512_reduce_add_ps((__m512)x);
+#else
+    return (int32_t)sum(x);
+#endif
+}
+
+INLINE float largest_of_block(vf x) {
+#if defined(STAGELINE_AVX512)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    return largest(x);
+#endif
 }
 
 template <class T>
@@ -278,7 +337,7 @@ INLINE void quantize_block(const T* x, int8_t* quants, BlockOfX& block) {
         vf v = load(x + i);
         largest_lanes = maximum(largest_lanes, maximum(v, -v));
     }
-    float bound = largest(largest_lanes), to_quants = bound > 0 ? 127.0f / bound : 0.0f;
+    float bound = largest_of_block(largest_lanes), to_quants = bound > 0 ? 127.0f / bound : 0.0f;
     vf sums[2] = {};
     for (int i = 0; i < BLOCK; i += W) {
         const vf shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, ties to even
@@ -286,7 +345,7 @@ INLINE void quantize_block(const T* x, int8_t* quants, BlockOfX& block) {
         sums[i / (BLOCK / 2)] = sums[i / (BLOCK / 2)] + rounded;
         *(vq_anywhere*)(quants + i) = __builtin_convertvector(__builtin_convertvector(rounded, vi), vq);
     }
-    int32_t first = (int32_t)sum(sums[0]), second = (int32_t)sum(sums[1]);
+    int32_t first = sum_of_quants(sums[0]), second = sum_of_quants(sums[1]);
     int32_t both = first + second;
     float scale = bound / 127.0f;
     block = {scale, scale * (float)both, -8 * both, -128 * both, {-128 * first, -128 * second}};
@@ -305,27 +364,39 @@ static void quantize_rows(const T* x, int64_t num_rows, int64_t num_blocks, int8
     }
 }
 
-// scratch: for each of min(num_rows, ROWS_AT_ONCE) rows, one byte a column and a BlockOfX a block.
-template <class X, class Y>
-static void quantized_linear(const QuantizedPlan& plan, const X* x, int64_t num_rows, Y* out, int8_t* scratch) {
-    int64_t num_blocks = plan.num_columns / BLOCK, stride = 0;
-    for (int64_t m = 0; m < plan.num_matrices; m++) stride += plan.matrices[m].num_rows;
-    BlockOfX* blocks = (BlockOfX*)(scratch + (num_rows < ROWS_AT_ONCE ? num_rows : ROWS_AT_ONCE) * plan.num_columns);
-    for (int64_t row = 0; row < num_rows; row += ROWS_AT_ONCE) {
-        int64_t rows = num_rows - row < ROWS_AT_ONCE ? num_rows - row : ROWS_AT_ONCE, column = 0;
-        quantize_rows(x + row * plan.num_columns, rows, num_blocks, scratch, blocks);
-        for (int64_t m = 0; m < plan.num_matrices; m++) {
-            const QuantizedMatrix& matrix = plan.matrices[m];
-            QuantizedOutput output = {out + row * stride + column, stride, plan.bias ? plan.bias + column : nullptr,
-                                      sizeof(Y) == 2};
-            auto multiply = matrix.kind == FOUR_BITS           ? multiply_matrix<FOUR_BITS>
-                            : matrix.kind == FOUR_BITS_MINIMUM ? multiply_matrix<FOUR_BITS_MINIMUM>
-                            : matrix.kind == EIGHT_BITS        ? multiply_matrix<EIGHT_BITS>
-                                                               : multiply_matrix<EIGHT_BITS_HALVES>;
-            multiply(matrix, num_blocks, scratch, blocks, rows, output);
-            column += matrix.num_rows;
-        }
+// Quantises rows of x, as many at once as fit, and hands them on.
+template <class X, class Multiply>
+static void quantize_and(const X* x, int64_t num_rows, int64_t num_columns, Multiply multiply) {
+    alignas(64) char scratch[SCRATCH_BYTES];
+    int64_t num_blocks = num_columns / BLOCK, row_bytes = num_blocks * (BLOCK + (int64_t)sizeof(BlockOfX));
+    int64_t at_once = SCRATCH_BYTES / row_bytes;
+    if (at_once > MOST_ROWS_OF_TILE) at_once -= at_once % MOST_ROWS_OF_TILE;
+    BlockOfX* blocks = (BlockOfX*)scratch;
+    int8_t* quants = (int8_t*)(blocks + at_once * num_blocks);
+    for (int64_t row = 0; row < num_rows; row += at_once) {
+        int64_t rows = num_rows - row < at_once ? num_rows - row : at_once;
+        quantize_rows(x + row * num_columns, rows, num_blocks, quants, blocks);
+        multiply(row, QuantizedRows{quants, blocks, rows, num_blocks});
     }
+}
+
+template <class X, class Y>
+static void quantized_linear(const QuantizedPlan& plan, const X* x, int64_t num_rows, Y* out) {
+    int64_t stride = 0;
+    for (int64_t m = 0; m < plan.num_matrices; m++) stride += plan.matrices[m].num_rows;
+    quantize_and(x, num_rows, plan.num_columns, [&](int64_t row, QuantizedRows rows) {
+        int64_t column = 0;
+        for (int64_t m = 0; m < plan.num_matrices; column += plan.matrices[m++].num_rows)
+            multiply_matrix(plan.matrices[m], plan.bias ? plan.bias + column : nullptr, rows,
+                            out + row * stride + column, stride);
+    });
+}
+
+template <class X, class Y>
+static void quantized_gated(const QuantizedPlan& plan, const X* x, int64_t num_rows, Y* out) {
+    quantize_and(x, num_rows, plan.num_columns, [&](int64_t row, QuantizedRows rows) {
+        multiply_gated(plan.matrices[0], plan.matrices[1], plan.bias, rows, out + row * plan.matrices[0].num_rows);
+    });
 }
 
 }  // namespace STAGELINE_VARIANT
