@@ -39,6 +39,8 @@ template <class T>
 class Attention {
    public:
     static constexpr int PER_WORD = 4 / sizeof(T);
+    // Words of a panel of values; the last line keeps panels from falling into the same sets of the cache.
+    static constexpr int64_t value_panel_size = KEYS_AT_ONCE / PER_WORD * PANEL + 16;
 
     explicit Attention(const AttentionArguments& arguments) : args(arguments) {
         group = args.num_heads / args.num_kv_heads;
@@ -96,7 +98,7 @@ class Attention {
         if (n < args.num_heads) n = args.num_heads;
         queries = take<uint32_t>(cursor, n * words);
         key_panels = take<uint32_t>(cursor, KEYS_AT_ONCE * words);
-        value_panel_words = take<uint32_t>(cursor, value_panels * KEYS_AT_ONCE / PER_WORD * PANEL);
+        value_panel_words = take<uint32_t>(cursor, value_panels * value_panel_size);
         weights = take<uint32_t>(cursor, n * KEYS_AT_ONCE / PER_WORD);
         zeros = take<uint32_t>(cursor, words);
         scores = take<float>(cursor, n * KEYS_AT_ONCE);
@@ -174,7 +176,7 @@ class Attention {
         int64_t steps = (unit.keys + PER_WORD - 1) / PER_WORD;
         for (int64_t panel = 0; panel < value_panels; panel++)
             multiply_panel<T>(weights, KEYS_AT_ONCE / PER_WORD, n,
-                              value_panel_words + panel * KEYS_AT_ONCE / PER_WORD * PANEL, steps,
+                              value_panel_words + panel * value_panel_size, steps,
                               sums + q * columns + panel * PANEL, columns, rescale);
         if (unit.start + unit.keys == unit.position + unit.tokens) give_results(unit, q);
     }
@@ -214,21 +216,26 @@ class Attention {
 
     // Bfloat16: word i of a panel is element 2i of both keys, word 16 + i element 2i + 1: no shuffle is needed here, and
     // none in `give_results`, which joins them again.
-    void pack_values(const uint32_t* const* rows, const uint32_t* const* ahead, uint32_t* step_of_panel) {
-        int64_t stride = KEYS_AT_ONCE / PER_WORD * PANEL, words_per_panel = PANEL / PER_WORD;
-        for (int64_t panel = 0; panel < value_panels; panel++, step_of_panel += stride)
-            for (int64_t i = 0; i < words_per_panel; i += W) {
-                int64_t word = panel * words_per_panel + i;
-                for (int key = 0; key < PER_WORD; key++) __builtin_prefetch(ahead[key] + word, 0, 2);
-                vu a = words_at(rows[0], word);
-                if constexpr (PER_WORD == 1) {
-                    store_bits(step_of_panel + i, a);
-                } else {
-                    vu b = words_at(rows[1], word);
-                    store_bits(step_of_panel + i, (a & 0xFFFF) | (b << 16));
-                    store_bits(step_of_panel + words_per_panel + i, (a >> 16) | (b & 0xFFFF0000));
-                }
-            }
+    void pack_values(const uint32_t* const* rows, const uint32_t* const* ahead, uint32_t* step_of_panel) const {
+        const int64_t in_panel = PANEL / PER_WORD, num_words = words, whole = num_words - num_words % in_panel;
+        const uint32_t *first = rows[0], *second = rows[PER_WORD - 1];
+        for (int64_t word = 0; word < whole; word += in_panel, step_of_panel += value_panel_size) {
+            for (int key = 0; key < PER_WORD; key++) __builtin_prefetch(ahead[key] + word, 0, 2);
+#pragma GCC unroll 8
+            for (int64_t i = 0; i < in_panel; i += W)
+                store_pair(load_bits(first + word + i), load_bits(second + word + i), step_of_panel + i);
+        }
+        for (int64_t i = 0; whole < num_words && i < in_panel; i += W)
+            store_pair(words_at(first, whole + i), words_at(second, whole + i), step_of_panel + i);
+    }
+
+    static void store_pair(vu a, vu b, uint32_t* out) {
+        if constexpr (PER_WORD == 1) {
+            store_bits(out, a);
+        } else {
+            store_bits(out, (a & 0xFFFF) | (b << 16));
+            store_bits(out + PANEL / PER_WORD, (a >> 16) | (b & 0xFFFF0000));
+        }
     }
 
     // Words of a row that ends within the vector, or before it, are followed by zeros.

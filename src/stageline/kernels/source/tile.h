@@ -42,7 +42,7 @@ static void multiply_tile(const uint32_t* a, int64_t a_stride, const uint32_t* b
             ahead.from += ahead.step_bytes;
             vu column[TILE_VECTORS];
 #pragma GCC unroll 2
-            for (int v = 0; v < TILE_VECTORS; v++) column[v] = load_bits(row + v * W);
+            for (int v = 0; v < TILE_VECTORS; v++) column[v] = in_register(load_bits(row + v * W));
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
                 vu factor = splat_bits(a[r * a_stride + s]);
@@ -95,6 +95,7 @@ INLINE void pack_panel(const uint32_t* const* rows, const uint32_t* const* ahead
         int64_t done = 0;
         while (done < steps && steps >= W) {
             if (done + W > steps) done = steps - W;  // the last words once more, rather than one by one
+            asm volatile("" ::: "memory");  // or the addresses would take the registers that the words need
             vu words[W];
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) {

@@ -61,6 +61,16 @@ INLINE vf fma(vf a, vf b, vf c) {
 #endif
 }
 
+// Keeps x in a register: GCC would otherwise load it again for each use, and loads are what a product waits for.
+INLINE vu in_register(vu x) {
+#if defined(STAGELINE_AVX512)
+    asm("" : "+v"(x));
+#elif defined(STAGELINE_AVX2)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
 INLINE vu load_bits(const void* p) { return *(const vu_anywhere*)p; }
 INLINE void store_bits(void* p, vu x) { *(vu_anywhere*)p = x; }
 INLINE vf widen(vh x) { return as_float(__builtin_convertvector(x, vu) << 16); }
