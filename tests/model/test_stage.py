@@ -206,3 +206,23 @@ def test_a_sequence_may_reach_exactly_max_model_len(checkpoint_path: Path) -> No
     pipeline.step({0: 1})
     expected = reference_greedy(load_reference(checkpoint_path), prompt, 2)
     assert pipeline.requests.requests[0].tokens[95:] == expected
+
+
+def test_greedy_tokens_in_bfloat16_are_the_same_alone_in_a_crowd_and_beside_drawn_ones(checkpoint_path: Path) -> None:
+    """The likeliest token is found with and without writing logits, for one row and for several."""
+    alone, crowd, mixed = (Pipeline(checkpoint_path, 1, torch.bfloat16) for _ in range(3))
+    alone.requests.add(0, PROMPTS[0])
+    for pipeline in (crowd, mixed):
+        for number, prompt in PROMPTS.items():
+            is_drawn = pipeline is mixed and number == 1
+            pipeline.requests.add(number, prompt, SamplerSpec(temperature=1.0 if is_drawn else 0.0, seed=1))
+    alone.step({0: 25})
+    for pipeline in (crowd, mixed):
+        pipeline.step({0: 25, 1: 1, 2: 33})
+    for _ in range(12):
+        alone.step({0: 1})
+        crowd.step({0: 1, 1: 1, 2: 1})
+        mixed.step({0: 1, 1: 1, 2: 1})
+    tokens = {number: request.tokens for number, request in crowd.requests.requests.items()}
+    assert alone.requests.requests[0].tokens == tokens[0] == mixed.requests.requests[0].tokens
+    assert mixed.requests.requests[2].tokens == tokens[2]

@@ -47,3 +47,8 @@ class LMHead:
         """hidden_states: [rows, hidden], residual already added. Returns: float32 logits [rows, vocab]."""
         normed, _ = self._norm(hidden_states)
         return self._projection.in_float32(normed)
+
+    def likeliest(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """The place of each row's largest logit, of equals the first: int64 [rows]; None if logits are as quick."""
+        normed, _ = self._norm(hidden_states)
+        return self._projection.largest(normed)

@@ -37,6 +37,13 @@ class Linear:
         """The same, float32, and not rounded on the way where that costs nothing."""
         return self._route.multiply_in_float32(x)
 
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Where each row's largest result of `in_float32` stands, of equals the first: int64 [rows].
+
+        None where finding it takes no less than computing and looking through all results.
+        """
+        return self._route.largest(x)
+
 
 class GatedLinear:
     """silu(gate(x)) * up(x): the first half of a gated MLP, in one pass over both matrices where kernels can.
@@ -74,6 +81,7 @@ class TiedLinear(Linear):
 class _Route(Protocol):
     def multiply(self, x: torch.Tensor) -> torch.Tensor: ...
     def multiply_in_float32(self, x: torch.Tensor) -> torch.Tensor: ...
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None: ...
 
 
 def _fastest_route(weight: torch.Tensor, bias: torch.Tensor | None) -> _Route:
@@ -103,6 +111,10 @@ class _OwnRoute:
     def multiply_in_float32(self, x: torch.Tensor) -> torch.Tensor:
         return self._gemm.linear(x, self._packed, torch.float32)
 
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        places, _ = self._gemm.largest(x, self._packed)
+        return places
+
     def rows(self, row_numbers: torch.Tensor) -> torch.Tensor:
         return self._gemm.unpack(self._packed, row_numbers)
 
@@ -119,6 +131,9 @@ class _OneDnnRoute:
     def multiply_in_float32(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply(x).float()
 
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None
+
 
 class _TorchRoute:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -130,6 +145,9 @@ class _TorchRoute:
 
     def multiply_in_float32(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply(x).float()
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None
 
     def rows(self, row_numbers: torch.Tensor) -> torch.Tensor:
         return F.embedding(row_numbers, self._weight)

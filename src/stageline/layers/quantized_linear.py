@@ -36,6 +36,9 @@ class QuantizedLinear(Linear):
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
         return self._product.linear(x, torch.float32)
 
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None
+
 
 class QuantizedGatedLinear(GatedLinear):
     """silu(gate(x)) * up(x), rounded to the compute dtype once.
@@ -71,6 +74,9 @@ class SideBySide(Linear):
 
     def in_float32(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([part.in_float32(x) for part in self._parts], dim=-1)
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None
 
 
 class LinearThenGate(GatedLinear):

@@ -51,3 +51,8 @@ class DecoderStage:
         """hidden_states: [rows, hidden] from the last stage's `forward`. Returns: float32 [rows, vocab]."""
         assert self._head is not None, "only the last stage has a head"
         return self._head(hidden_states)
+
+    def likeliest(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """See `stageline.models.family.Head.likeliest`."""
+        assert self._head is not None, "only the last stage has a head"
+        return self._head.likeliest(hidden_states)

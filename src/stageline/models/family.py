@@ -81,3 +81,7 @@ class Head(Protocol):
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [rows, hidden], residual already added. Returns: float32 logits [rows, vocab]."""
         ...
+
+    def likeliest(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """The place of each row's largest logit, of equals the first: int64 [rows]; None if logits are as quick."""
+        ...

@@ -50,6 +50,13 @@ class Sampler:
             history = TokenHistory(added.history, added.num_prompt_tokens) if needs_history else None
             self._requests[added.request_number] = _SampledRequest(added.sampler, added.num_prompt_tokens, history)
 
+    def is_plain_greedy(self, microbatch: Microbatch) -> bool:
+        """Whether all sampling rows want the likeliest token and nothing else: then `sample` changes nothing here.
+
+        Raises: FrameError if a sampling row's request is not known.
+        """
+        return all(self._request(microbatch, row).spec.is_plain_greedy for row in microbatch.sampling_rows)
+
     @torch.inference_mode()
     def sample(
         self, microbatch: Microbatch, logits: torch.Tensor
@@ -119,11 +126,15 @@ class Sampler:
         return runs
 
     def _sampled_row(self, microbatch: Microbatch, row: int) -> SampledRow:
+        request = self._request(microbatch, row)
+        num_tokens = microbatch.num_computed_tokens[row] + microbatch.num_scheduled_tokens[row]
+        return SampledRow(request.spec, request.history, num_tokens - request.num_prompt_tokens)
+
+    def _request(self, microbatch: Microbatch, row: int) -> _SampledRequest:
         request = self._requests.get(microbatch.request_numbers[row])
         if request is None:
             raise FrameError(f"{microbatch}: request {microbatch.request_numbers[row]} is sampled but was never added")
-        num_tokens = microbatch.num_computed_tokens[row] + microbatch.num_scheduled_tokens[row]
-        return SampledRow(request.spec, request.history, num_tokens - request.num_prompt_tokens)
+        return request
 
     def _check_shape(self, microbatch: Microbatch, logits: torch.Tensor, num_rows: int) -> None:
         assert logits.shape == (num_rows, self._vocab_size), (

@@ -162,12 +162,25 @@ class Stage:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         if sampled:
-            token_ids, logprobs = sampler.sample(microbatch, self._logits(hidden_states, sampled))
+            token_ids, logprobs = self._choose(sampler, microbatch, hidden_states, sampled)
         return MicrobatchResult(microbatch.epoch, microbatch.number, token_ids, logprobs, prompt_logprobs)
+
+    def _choose(
+        self, sampler: Sampler, microbatch: Microbatch, hidden_states: torch.Tensor, rows: Sequence[int]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """A token for each of these hidden states; where only the likeliest are wanted, logits may not be needed."""
+        if sampler.is_plain_greedy(microbatch):
+            likeliest = self._decoder.likeliest(self._some(hidden_states, rows))
+            if likeliest is not None:
+                return likeliest.tolist(), []
+        return sampler.sample(microbatch, self._logits(hidden_states, rows))
 
     def _logits(self, hidden_states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [rows, vocab] of some of the hidden states [tokens, hidden]."""
-        return self._decoder.logits(hidden_states.index_select(0, torch.tensor(rows, device=self.device)))
+        return self._decoder.logits(self._some(hidden_states, rows))
+
+    def _some(self, hidden_states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        return hidden_states.index_select(0, torch.tensor(rows, device=self.device))
 
     def _record_span(self, kind: SpanKind, microbatch: Microbatch, start_s: float, end_s: float) -> None:
         if self._record is not None:
