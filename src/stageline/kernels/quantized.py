@@ -209,7 +209,7 @@ class QuantizedProduct:
 
     def _linear_with_torch(self, x: torch.Tensor) -> torch.Tensor:
         """The same rounding of x, but products in float32, of weights made anew each time. Returns: float32."""
-        blocks = x.float().reshape(x.shape[0], -1, BLOCK)
+        blocks = x.float().reshape(x.shape[0], self.num_columns // BLOCK, BLOCK)
         bounds = blocks.abs().amax(-1, keepdim=True)
         largest = torch.full_like(bounds, 127.0)
         to_numbers = torch.where(bounds > 0, largest / bounds, 0.0)
