@@ -149,7 +149,8 @@ def report(workload: str, sides: list[Side], flops_per_s: float, model: str) -> 
         seconds = elapsed[side.name]
         print(f"{side.name:32s} {seconds:8.2f} {num_tokens / seconds:16.1f} {seconds / ours:18.2f} {side.ready_s:8.1f}")
     print(f"{'limit (bf16 matmul, both cores)':32s} {limit_s:8.2f} {num_tokens / limit_s:16.1f} {limit_s / ours:18.2f}")
-    print(f"bf16 matmul of both cores: {flops_per_s / 1e9:.0f} GFLOP/s; bubbles: {sides[0].results[-1]['bubble_fractions']}")
+    bubbles = ", ".join(f"s{k} {fraction:.1%}" for k, fraction in enumerate(sides[0].results[-1]["bubble_fractions"]))
+    print(f"bf16 matmul of both cores: {flops_per_s / 1e9:.0f} GFLOP/s; bubbles of {sides[0].name}: {bubbles}")
 
 
 def main() -> None:

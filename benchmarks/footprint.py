@@ -2,7 +2,7 @@
 
     python benchmarks/footprint.py MODEL [--stages 2] [--idle-s 10]
 
-One row per process. Resident memory is the operating system's figure and includes the shared libraries' pages; `over` is
+One row per process. Resident memory is the operating system's figure, the shared libraries' pages included; `over` is
 what it has above the stage's weights and KV cache.
 """
 

@@ -82,7 +82,7 @@ def measure(num_requests: int, num_stages: int, num_steps: int) -> tuple[float, 
         KVCacheManager(NUM_BLOCKS, BLOCK_SIZE, True),
         SchedulerLimits(num_stages, num_stages, num_requests, 8192, MAX_MODEL_LEN),
     )
-    core = EngineCore(executor, scheduler, num_stages, MonotonicClock())
+    core = EngineCore(executor, scheduler, MonotonicClock())
     for index in range(num_requests):
         prompt = [(index * 7 + position) % VOCAB_SIZE for position in range(64)]
         core.add(
@@ -118,9 +118,8 @@ def main() -> None:
     print("requests  rows/microbatch  engine us/microbatch  engine us/row  stage's preparation us/microbatch")
     for num_requests in args.requests:
         engine_s, prepare_s, rows = measure(num_requests, args.stages, args.steps)
-        print(
-            f"{num_requests:8d}  {rows:15d}  {engine_s * 1e6:20.0f}  {engine_s * 1e6 / rows:13.2f}  {prepare_s * 1e6:33.0f}"
-        )
+        engine_us, prepare_us = engine_s * 1e6, prepare_s * 1e6
+        print(f"{num_requests:8d}  {rows:15d}  {engine_us:20.0f}  {engine_us / rows:13.2f}  {prepare_us:33.0f}")
 
 
 if __name__ == "__main__":

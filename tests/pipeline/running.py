@@ -122,7 +122,7 @@ def make_core(pipeline: StartedPipeline, case: Case) -> EngineCore:
             max_chunk_tokens=case.max_chunk_tokens,
         ),
     )
-    return EngineCore(pipeline.executor, scheduler, window, MonotonicClock())
+    return EngineCore(pipeline.executor, scheduler, MonotonicClock())
 
 
 def run(pipeline: StartedPipeline, case: Case, requests: list[EngineRequest]) -> dict[str, Finished]:

@@ -97,7 +97,7 @@ class SimulatedEngine:
     def __init__(self, scheduler: Scheduler, stages: SimulatedStages) -> None:
         self.scheduler = scheduler
         self.stages = stages
-        self.in_flight = InFlight(scheduler.limits.window)
+        self.in_flight = InFlight(scheduler.window)
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self._sampling_in_flight: deque[set[int]] = deque()
@@ -112,6 +112,7 @@ class SimulatedEngine:
             self._take([update])
 
     def fill(self) -> None:
+        self.in_flight.window = self.scheduler.window
         while self.in_flight.has_room:
             microbatch = self.scheduler.schedule(0.0)
             if microbatch is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from stageline.errors import FrameError
 from stageline.executor.messages import FromWorker, ToWorker
-from stageline.links.frames import MessageDecoder, activation_header, check_activation, encode_message
+from stageline.links.frames import MessageDecoder, activation_header, check_activation, encode_message, stage_times
 from stageline.pipeline.microbatch import AddedRequest, ExtendedTable, Microbatch, MicrobatchLimits, check_microbatch
 from stageline.sampling import SamplerSpec
 
@@ -147,12 +149,22 @@ def test_any_other_activation_is_refused(received):
         check_activation(received, 1, 7, 2, 12)
 
 
-@given(st.integers(0, 27), st.integers(1, 255))
-def test_a_header_with_any_bit_changed_is_refused(position, change):
+@pytest.mark.parametrize("times", [(math.nan, 0.0), (1.0, math.nan), (math.inf, 1.0), (1.0, 2.0), (1.0, -1.0)])
+def test_absurd_stage_times_are_refused(times):
+    received = frames()
+    received[0] = memoryview(activation_header(1, 7, 2, *times))
+    with pytest.raises(FrameError, match="stage times"):
+        check_activation(received, 1, 7, 2, 12)
+
+
+def test_stage_times_travel_with_the_activation():
+    assert stage_times(memoryview(activation_header(1, 7, 2, 0.5, 0.25))) == (0.5, 0.25)
+
+
+@given(st.integers(0, 23), st.integers(1, 255))
+def test_a_header_that_names_another_activation_is_refused(position, change):
     received = frames()
     header = bytearray(received[0])
-    if position >= len(header):
-        return
     header[position] ^= change
     with pytest.raises(FrameError):
         check_activation([memoryview(bytes(header)), received[1]], 1, 7, 2, 12)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stageline.errors import RequestError
 from stageline.kv.kv_cache_manager import KVCacheManager
 from stageline.pipeline.microbatch import MicrobatchLimits
-from stageline.scheduler.budget import chunk_length, decodes_per_microbatch, prefill_tokens_per_microbatch
+from stageline.scheduler.budget import chunk_length, prefill_tokens_per_microbatch
 from stageline.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.unit.simulated_stages import (
     VOCAB_SIZE,
@@ -225,12 +225,6 @@ def test_requests_that_begin_alike_share_blocks_as_soon_as_the_first_is_launched
     assert second.added[0].block_ids[:4] == engine.stages.launched[0].added[0].block_ids[:4]
     engine.run()
     assert engine.outputs["b"] == expected_output(engine_request("b", [*prefix, 2], 2))
-
-
-@given(st.integers(1, 5000), st.integers(1, 64))
-def test_decodes_are_spread_as_evenly_as_whole_requests_can_be(num_decoding, window):
-    most = decodes_per_microbatch(num_decoding, window)
-    assert (most - 1) * window < num_decoding <= most * window
 
 
 @given(st.integers(1, 100_000), st.integers(2, 16))

@@ -71,7 +71,8 @@ class EngineConfig:
         "multi_process", "one process per stage, or all stages in this process", choices=EXECUTORS, group="pipeline"
     )
     max_microbatches_in_flight: int | None = setting(
-        None, "most microbatches in the pipeline at once, at least one per stage (default: one per stage)",
+        None, "most microbatches in the pipeline at once, at least one per stage; the engine takes more than "
+        "one per stage when that hides slow links (default: 4 per stage)",
         group="pipeline", metavar="M",
     )
     threads_per_stage: int = setting(

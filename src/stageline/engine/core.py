@@ -19,17 +19,13 @@ from stageline.timeline.span import Span
 
 
 class EngineCore:
-    """Drives one pipeline. The only one who talks to its scheduler and its executor.
+    """Drives one pipeline. The only one who talks to its scheduler and its executor."""
 
-    Args:
-        window: microbatches that may be in flight.
-    """
-
-    def __init__(self, executor: Executor, scheduler: Scheduler, window: int, clock: Clock) -> None:
+    def __init__(self, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
         self.recorder = Recorder()
         self._executor = executor
         self._scheduler = scheduler
-        self._in_flight = InFlight(window)
+        self._in_flight = InFlight(scheduler.window)
         self._clock = clock
 
     @property
@@ -63,6 +59,7 @@ class EngineCore:
         return self._scheduler.completed(microbatch, result, self._clock.now_s())
 
     def _fill_window(self) -> None:
+        self._in_flight.window = self._scheduler.window
         while self._in_flight.has_room:
             start_s = self._clock.now_s()
             microbatch = self._scheduler.schedule(start_s)

@@ -28,6 +28,8 @@ from stageline.scheduler.scheduler import Scheduler, SchedulerLimits
 
 logger = logging.getLogger(__name__)
 
+_WIDEST_WINDOW_PER_STAGE = 4
+
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -148,14 +150,21 @@ def _limits(config: EngineConfig, checkpoint: Checkpoint, plan: KVPlan, max_mode
 def _make_core(
     config: EngineConfig, executor: Executor, plan: KVPlan, max_model_len: int, clock: Clock
 ) -> EngineCore:
-    window = config.max_microbatches_in_flight or config.pipeline_parallel_size
     kv = KVCacheManager(plan.num_blocks, config.block_size, config.enable_prefix_caching)
     limits = SchedulerLimits(
         num_stages=config.pipeline_parallel_size,
-        window=window,
+        window=config.pipeline_parallel_size,
+        widest_window=_widest_window(config),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_chunk_tokens=config.long_prefill_token_threshold,
     )
-    return EngineCore(executor, Scheduler(kv, limits), window, clock)
+    return EngineCore(executor, Scheduler(kv, limits), clock)
+
+
+def _widest_window(config: EngineConfig) -> int:
+    """Stages in one process take turns: more than one microbatch per stage would only make each smaller."""
+    if config.distributed_executor_backend == "in_process":
+        return config.pipeline_parallel_size
+    return config.max_microbatches_in_flight or _WIDEST_WINDOW_PER_STAGE * config.pipeline_parallel_size

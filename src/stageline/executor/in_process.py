@@ -76,14 +76,17 @@ class InProcessExecutor:
             raise InternalError("waited for a result while nothing was launched")
         microbatch = self._launched.popleft()
         output: Any = None
+        elapsed_s = []
         for stage, part in zip(self._stages, self._partition, strict=True):
+            start_s = self._clock.now_s()
             try:
                 output = stage.run(stage.prepare(microbatch), output)
             except Exception as error:
                 self._loss = _loss_of(part.stage_index, error)
                 raise self._loss from error
+            elapsed_s.append(self._clock.now_s() - start_s)
         assert isinstance(output, MicrobatchResult)
-        return output
+        return output.after(sum(elapsed_s), max(elapsed_s))
 
     def _check_alive(self) -> None:
         if self._loss is not None:

@@ -6,6 +6,7 @@ must be exactly the bytes that the microbatch promised, from the microbatch and 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -16,7 +17,7 @@ from stageline.errors import FrameError
 
 Message = TypeVar("Message")
 
-_HEADER = struct.Struct("<4sIQQ")
+_HEADER = struct.Struct("<4sIQQdd")
 _MAGIC = b"SLA1"
 
 
@@ -38,13 +39,22 @@ def encode_message(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def activation_header(epoch: int, microbatch: int, sequence: int) -> bytes:
+def activation_header(
+    epoch: int, microbatch: int, sequence: int, computing_s: float = 0.0, slowest_s: float = 0.0
+) -> bytes:
     """The frame before an activation's bytes.
 
     Args:
         sequence: how many activations went over this link before.
+        computing_s, slowest_s: time the stages so far computed this microbatch, in all and the slowest one alone.
     """
-    return _HEADER.pack(_MAGIC, epoch, microbatch, sequence)
+    return _HEADER.pack(_MAGIC, epoch, microbatch, sequence, computing_s, slowest_s)
+
+
+def stage_times(header: memoryview) -> tuple[float, float]:
+    """(computing_s, slowest_s) of a header that `check_activation` let pass."""
+    *_, computing_s, slowest_s = _HEADER.unpack(header)
+    return computing_s, slowest_s
 
 
 def check_activation(
@@ -57,10 +67,12 @@ def check_activation(
     """
     if len(frames) != 2 or len(frames[0]) != _HEADER.size:
         raise FrameError(f"an activation in {len(frames)} frames; expected a {_HEADER.size}-byte header and a tensor")
-    magic, *found = _HEADER.unpack(frames[0])
+    magic, *found, computing_s, slowest_s = _HEADER.unpack(frames[0])
     expected = [epoch, microbatch, sequence]
     if magic != _MAGIC or found != expected:
         raise FrameError(f"activation of (epoch, microbatch, sequence) {found}; expected {expected}")
+    if not 0.0 <= slowest_s <= computing_s < math.inf:
+        raise FrameError(f"activation of m{microbatch} claims stage times {computing_s} s and {slowest_s} s")
     if len(frames[1]) != num_bytes:
         raise FrameError(f"activation of m{microbatch} has {len(frames[1])} bytes; the microbatch promised {num_bytes}")
     return frames[1]

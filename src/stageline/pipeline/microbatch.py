@@ -106,6 +106,8 @@ class MicrobatchResult(msgspec.Struct, frozen=True, array_like=True, tag="result
     Args:
         token_ids: one per sampling row, in their order.
         logprobs: one per sampling row if any row of the microbatch asked for them, else empty.
+        computing_s: time the stages computed it, all together.
+        slowest_s: time of the slowest stage alone.
     """
 
     epoch: int
@@ -113,6 +115,12 @@ class MicrobatchResult(msgspec.Struct, frozen=True, array_like=True, tag="result
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     prompt_logprobs: list[PromptLogprobs]
+    computing_s: float = 0.0
+    slowest_s: float = 0.0
+
+    def after(self, computing_s: float, slowest_s: float) -> MicrobatchResult:
+        """The same result, with these times."""
+        return msgspec.structs.replace(self, computing_s=computing_s, slowest_s=slowest_s)
 
 
 class MicrobatchLimits(msgspec.Struct, frozen=True):

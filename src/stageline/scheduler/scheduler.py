@@ -16,8 +16,9 @@ from stageline.outputs import FinishReason
 from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.sampling import TokenLogprobs
-from stageline.scheduler.budget import chunk_length, decodes_per_microbatch, prefill_tokens_per_microbatch
+from stageline.scheduler.budget import chunk_length, prefill_tokens_per_microbatch
 from stageline.scheduler.microbatch_builder import MicrobatchBuilder
+from stageline.scheduler.pace import Pace
 from stageline.scheduler.scheduled_request import ScheduledRequest
 
 
@@ -27,7 +28,8 @@ class SchedulerLimits:
 
     Args:
         num_stages: stages of the pipeline.
-        window: microbatches that may be in flight.
+        window: microbatches that may be in flight, at least.
+        widest_window: how many may be if measured times make it worthwhile; None for no more than `window`.
         max_num_seqs: requests running at once.
         max_num_batched_tokens: tokens in one microbatch.
         max_model_len: tokens of one request.
@@ -40,6 +42,7 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_model_len: int
     max_chunk_tokens: int | None = None
+    widest_window: int | None = None
 
 
 @dataclass
@@ -71,8 +74,15 @@ class Scheduler:
         self._ready: dict[ScheduledRequest, None] = {}
         self._prefilling: dict[ScheduledRequest, None] = {}
         self._removed: list[int] = []
+        self._launched_s: dict[int, float] = {}
+        self._pace = Pace(limits.window, limits.widest_window or limits.window)
 
     # ---- requests come and go ----
+
+    @property
+    def window(self) -> int:
+        """Microbatches that should be in flight."""
+        return self._pace.window
 
     @property
     def num_unfinished(self) -> int:
@@ -138,16 +148,18 @@ class Scheduler:
         if not builder.requests:
             return None
         microbatch = builder.build(self._epoch, self._next_microbatch, self._removed)
+        self._launched_s[microbatch.number] = now_s
         self._next_microbatch += 1
         self._removed = []
         return microbatch
 
     def _schedule_decodes(self, builder: MicrobatchBuilder) -> None:
         num_decoding = len(self._running) - len(self._prefilling)
-        most = min(decodes_per_microbatch(num_decoding, self.limits.window), self.limits.max_num_batched_tokens)
-        while self._ready and len(builder.requests) < most:
+        share, taken = num_decoding / self._pace.window, 0.0
+        while self._ready and taken < share and builder.num_tokens < self.limits.max_num_batched_tokens:
             request = next(iter(self._ready))
             if self._place(builder, request, 1):
+                taken += self._pace.decode_weight(request.num_computed_tokens)
                 continue
             if len(self._running) == 1:
                 break
@@ -155,7 +167,9 @@ class Scheduler:
 
     def _prefill_room(self, builder: MicrobatchBuilder) -> int:
         num_waiting_tokens = self._num_waiting_tokens + sum(request.gap for request in self._prefilling)
-        share = prefill_tokens_per_microbatch(num_waiting_tokens, self.limits.num_stages)
+        share = prefill_tokens_per_microbatch(
+            num_waiting_tokens, self.limits.num_stages, self._pace.chunk_overhead_tokens
+        )
         return min(share, self.limits.max_num_batched_tokens - builder.num_tokens)
 
     def _schedule_prefills(self, builder: MicrobatchBuilder, room: int) -> int:
@@ -301,6 +315,7 @@ class Scheduler:
             raise InternalError(
                 f"{microbatch}: {len(result.token_ids)} tokens for {len(microbatch.sampling_rows)} sampling rows"
             )
+        self._learn(microbatch, result, now_s)
         news: dict[ScheduledRequest, _News] = {}
         for described in result.prompt_logprobs:
             request = self._live(described.request_number)
@@ -316,6 +331,11 @@ class Scheduler:
             if its_news.finish_reason is not None:
                 self._retire(request)
         return [_update(request, its_news, now_s) for request, its_news in news.items()]
+
+    def _learn(self, microbatch: Microbatch, result: MicrobatchResult, now_s: float) -> None:
+        self._pace.observe(microbatch, result, now_s - self._launched_s.pop(microbatch.number))
+        if self._pace.is_due:
+            self._pace.choose_window([r.num_computed_tokens for r in self._running if r not in self._prefilling])
 
     def _live(self, request_number: int) -> ScheduledRequest | None:
         """The request of that number, if it was neither preempted nor ended since."""

@@ -27,7 +27,7 @@ from stageline.executor.messages import (
     ToWorker,
     WorkerConfig,
 )
-from stageline.links.frames import MessageDecoder, activation_header, check_activation, encode_message
+from stageline.links.frames import MessageDecoder, activation_header, check_activation, encode_message, stage_times
 from stageline.links.sockets import Links
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
 from stageline.pipeline.partition import StageLayers
@@ -67,6 +67,7 @@ class Worker:
         self._next_microbatch: tuple[int, int] | None = None
         self._num_received = 0
         self._num_sent = 0
+        self._computing_s = self._slowest_s = 0.0
         self._is_stopping = False
         self._poller = zmq.Poller()
         self._poller.register(control, zmq.POLLIN)
@@ -83,7 +84,17 @@ class Worker:
             announced = self._announced.popleft()
             microbatch = announced.prepared.microbatch
             self._record("receive_wait", microbatch, max(free_since_s, announced.since_s))
-            self._send(microbatch, self._stage.run(announced.prepared, hidden_states))
+            start_s = self._clock.now_s()
+            output = self._stage.run(announced.prepared, hidden_states)
+            self._add_time(self._clock.now_s() - start_s)
+            self._send(microbatch, output)
+
+    def _add_time(self, elapsed_s: float) -> None:
+        """To what the stages before needed for the same microbatch."""
+        if self._input is None:
+            self._computing_s = self._slowest_s = 0.0
+        self._computing_s += elapsed_s
+        self._slowest_s = max(self._slowest_s, elapsed_s)
 
     def _load(self) -> tuple[Stage, StageLoaded]:
         config = self._config
@@ -155,9 +166,16 @@ class Worker:
     def _allocate(self, limits: MicrobatchLimits) -> None:
         if self._announced:
             raise FrameError(f"an allocation while {self._announced[0].prepared.microbatch} waits for its turn")
-        most_tokens = self._config.max_num_batched_tokens
-        if min(msgspec.structs.astuple(limits)) < 1 or limits.max_num_batched_tokens > most_tokens:
-            raise FrameError(f"an allocation of {limits}; none may be below 1, batched tokens not above {most_tokens}")
+        bounds = {
+            "vocab_size": self._stage.vocab_size,
+            "max_num_seqs": self._config.max_num_seqs,
+            "max_num_batched_tokens": self._config.max_num_batched_tokens,
+            "max_model_len": self._config.max_model_len,
+        }
+        for name, value in msgspec.structs.asdict(limits).items():
+            most = bounds.get(name, value)
+            if not 1 <= value <= most:
+                raise FrameError(f"an allocation with {name} {value}; expected 1 to {most}")
         self._stage.allocate_kv(limits)
         self._next_microbatch = (0, 0)
         self._engine.send(encode_message(Allocated(self._config.stage_index)))
@@ -174,15 +192,18 @@ class Worker:
             frames, microbatch.epoch, microbatch.number, self._num_received, shape[0] * shape[1] * dtype.itemsize
         )
         self._num_received += 1
+        self._computing_s, self._slowest_s = stage_times(frames[0])
         return torch.frombuffer(body, dtype=dtype).view(shape)
 
     def _send(self, microbatch: Microbatch, output: torch.Tensor | MicrobatchResult) -> None:
         start_s = self._clock.now_s()
         if isinstance(output, MicrobatchResult):
-            self._engine.send(encode_message(output))
+            self._engine.send(encode_message(output.after(self._computing_s, self._slowest_s)))
         else:
             assert self._output is not None
-            header = activation_header(microbatch.epoch, microbatch.number, self._num_sent)
+            header = activation_header(
+                microbatch.epoch, microbatch.number, self._num_sent, self._computing_s, self._slowest_s
+            )
             self._output.send_multipart([header, tensor_bytes(output)], copy=False)
             self._num_sent += 1
         self._record("send", microbatch, start_s)

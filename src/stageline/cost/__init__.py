@@ -1,0 +1,1 @@
+"""What work will cost in seconds: predicted, where `timeline` has measured. Knows nothing of requests or sockets."""

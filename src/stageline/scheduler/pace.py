@@ -1,0 +1,77 @@
+"""What the scheduler knows of time: fitted to the microbatches that came back, used to size the next ones.
+
+Counting rows and tokens levels microbatches only if rows and tokens are alike. Until enough results are in, everything
+here falls back to counting.
+"""
+
+from __future__ import annotations
+
+from stageline.cost.stage_time import MicrobatchShape, StageTimeModel
+from stageline.cost.window import RingTime, best_window
+from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
+from stageline.scheduler.budget import CHUNK_OVERHEAD_TOKENS
+
+_RECONSIDER_EVERY = 32
+_LEAST_OVERHEAD_TOKENS, _MOST_OVERHEAD_TOKENS = 16, 512
+
+
+class Pace:
+    """One pipeline's measured pace.
+
+    Args:
+        narrowest_window: one microbatch per stage, where the window begins.
+        widest_window: how far it may grow.
+    """
+
+    def __init__(self, narrowest_window: int, widest_window: int) -> None:
+        self.window = narrowest_window
+        self._narrowest_window = narrowest_window
+        self._widest_window = widest_window
+        self._model = StageTimeModel()
+        self._ring = RingTime()
+        self._num_results = 0
+        self._mean_context_tokens = 0.0
+
+    def observe(self, microbatch: Microbatch, result: MicrobatchResult, ring_s: float) -> None:
+        """Learn from a result. Args: ring_s: time from the microbatch's launch to its result."""
+        shape = MicrobatchShape.of_rows(microbatch.num_computed_tokens, microbatch.num_scheduled_tokens)
+        self._model.observe(shape, result.slowest_s)
+        self._ring.observe(ring_s, result.computing_s, result.slowest_s)
+        self._num_results += 1
+
+    @property
+    def is_due(self) -> bool:
+        """Enough results have come in to choose the window anew."""
+        return self._num_results >= _RECONSIDER_EVERY
+
+    def choose_window(self, context_tokens: list[int]) -> None:
+        """Args: context_tokens: cached tokens of every decoding request."""
+        self._num_results = 0
+        total = sum(context_tokens)
+        self._mean_context_tokens = total / len(context_tokens) if context_tokens else 0.0
+        if self._model.costs is not None:
+            self.window = best_window(
+                self._narrowest_window,
+                self._widest_window,
+                self._model.costs,
+                len(context_tokens),
+                total,
+                self._ring.stages_worth,
+                self._ring.outside_s,
+            )
+
+    @property
+    def chunk_overhead_tokens(self) -> float:
+        """The fixed cost of a prompt's chunk, in tokens' worth of compute."""
+        if self._model.costs is None:
+            return CHUNK_OVERHEAD_TOKENS
+        return min(max(self._model.costs.fixed_cost_tokens, _LEAST_OVERHEAD_TOKENS), _MOST_OVERHEAD_TOKENS)
+
+    def decode_weight(self, num_cached_tokens: int) -> float:
+        """A decode row's share of a microbatch's time, in units of a row with the mean context; 1 until known."""
+        costs = self._model.costs
+        if costs is None:
+            return 1.0
+        row_s = costs.token_s + costs.decode_s
+        mean_s = row_s + costs.context_token_s * self._mean_context_tokens
+        return (row_s + costs.context_token_s * num_cached_tokens) / mean_s if mean_s > 0 else 1.0

@@ -1,0 +1,116 @@
+"""The cost model: finds the costs that made the times, never a negative one, and the window that hides slow links."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stageline.cost.stage_time import MicrobatchShape, StageTimeCosts, StageTimeModel
+from stageline.cost.window import RingTime, best_window, cycle_s
+from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
+from stageline.scheduler.pace import Pace
+
+COSTS = StageTimeCosts(
+    fixed_s=3e-3, token_s=4e-4, prefill_attention_s=2e-8, decode_s=1e-4, context_token_s=3e-7
+)
+
+
+def mixed_shapes(count: int) -> list[MicrobatchShape]:
+    numbers = random.Random(0)
+    shapes = []
+    for _ in range(count):
+        decodes = [numbers.randint(1, 4000) for _ in range(numbers.randint(0, 40))]
+        chunks = [(numbers.randint(0, 3000), numbers.randint(2, 600)) for _ in range(numbers.randint(0, 3))]
+        rows = [(length, 1) for length in decodes] + chunks or [(5, 1)]
+        shapes.append(MicrobatchShape.of_rows([length for length, _ in rows], [new for _, new in rows]))
+    return shapes
+
+
+def test_a_shape_counts_decodes_and_prompts_apart():
+    shape = MicrobatchShape.of_rows([100, 7, 16], [1, 1, 10])
+    assert shape == MicrobatchShape(12, prefill_attention=2 * 16 * 10 + 100, num_decodes=2, decode_context_tokens=107)
+
+
+def test_the_costs_behind_noisy_times_are_found():
+    noise = random.Random(1)
+    model = StageTimeModel()
+    for shape in mixed_shapes(256):
+        model.observe(shape, COSTS.predict_s(shape) * noise.uniform(0.95, 1.05))
+    errors = [abs(model.costs.predict_s(shape) / COSTS.predict_s(shape) - 1) for shape in mixed_shapes(300)[256:]]
+    assert max(errors) < 0.05
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 3000), st.floats(1e-5, 10)), min_size=4, max_size=60))
+def test_no_cost_is_ever_negative_whatever_the_times(observations):
+    model = StageTimeModel()
+    for rows, context, elapsed_s in observations:
+        model.observe(MicrobatchShape(rows, 0, rows, context * rows), elapsed_s)
+    costs = model.costs
+    assert min(costs.fixed_s, costs.token_s, costs.prefill_attention_s, costs.decode_s, costs.context_token_s) >= 0
+
+
+def test_equal_microbatches_are_predicted_though_they_cannot_tell_the_costs_apart():
+    model = StageTimeModel()
+    shape = MicrobatchShape(32, 0, 32, 32 * 200)
+    for _ in range(20):
+        model.observe(shape, 0.02)
+    assert model.costs.predict_s(shape) == pytest.approx(0.02, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
+def test_free_hops_need_one_microbatch_per_stage(num_stages):
+    assert best_window(num_stages, 4 * num_stages, COSTS, 64, 64 * 200, num_stages, outside_s=2e-4) == num_stages
+
+
+def test_slow_links_widen_the_window_until_it_no_longer_pays():
+    windows = [best_window(2, 16, COSTS, 64, 64 * 200, 2.0, outside_s) for outside_s in (0.0, 0.01, 0.03, 0.1)]
+    assert windows == sorted(windows)
+    assert windows[0] == 2 < windows[2]
+
+
+@given(st.integers(1, 8), st.integers(1, 200), st.floats(0, 0.2), st.integers(0, 2000))
+def test_the_window_is_never_worse_than_one_microbatch_per_stage(num_stages, num_decodes, outside_s, context):
+    known = (COSTS, num_decodes, num_decodes * context, num_stages, outside_s)
+    window = best_window(num_stages, 4 * num_stages, *known)
+    assert num_stages <= window <= 4 * num_stages
+    assert cycle_s(window, *known) <= cycle_s(num_stages, *known)
+
+
+def test_what_is_not_computing_is_the_least_seen():
+    ring = RingTime()
+    for ring_s in (0.07, 0.052, 0.09):
+        ring.observe(ring_s, computing_s=0.05, slowest_s=0.025)
+    assert ring.outside_s == pytest.approx(0.002)
+    assert ring.stages_worth == pytest.approx(2.0)
+
+
+def decode_result(rows: int, context: int, ring_s: float) -> tuple[Microbatch, MicrobatchResult, float]:
+    numbers = list(range(1, rows + 1))
+    microbatch = Microbatch(0, 0, [], [], [], numbers, [context] * rows, [1] * rows, [1] * rows, list(range(rows)))
+    slowest_s = COSTS.predict_s(MicrobatchShape(rows, 0, rows, rows * context))
+    return microbatch, MicrobatchResult(0, 0, [1] * rows, [], [], 2 * slowest_s, slowest_s), 2 * slowest_s + ring_s
+
+
+def test_a_pipeline_over_a_slow_link_gets_a_wider_window_and_over_a_fast_one_does_not():
+    for outside_s, is_wider in ((0.0002, False), (0.03, True)):
+        pace = Pace(2, 8)
+        for step in range(40):
+            pace.observe(*decode_result(28 + step % 8, 200 + step, outside_s))
+        assert pace.is_due
+        pace.choose_window([200] * 64)
+        assert (pace.window > 2) == is_wider
+        assert not pace.is_due
+
+
+def test_a_decode_with_a_long_context_weighs_more_than_one_with_a_short_one():
+    pace = Pace(2, 8)
+    assert pace.decode_weight(10) == pace.decode_weight(100_000) == 1.0
+    for step in range(40):
+        pace.observe(*decode_result(8 + step % 24, 100 * (step % 9 + 1), 0.0))
+    pace.choose_window([100] * 32 + [900] * 32)
+    assert pace.decode_weight(100) < 1.0 < pace.decode_weight(900)
+    assert pace.decode_weight(500) == pytest.approx(1.0)
