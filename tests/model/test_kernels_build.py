@@ -1,0 +1,141 @@
+"""Kernels are compiled once, for one user, by one process at a time; whoever has no compiler computes with torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from stageline import kernels
+from stageline.errors import ConfigError
+from stageline.kernels import build
+
+# Stands in for a compiler: says its version, notes every call, and writes a file where the output belongs.
+COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then echo "{version}"; exit 0; fi
+echo "$@" >> "{calls}"
+while [ $# -gt 0 ]; do
+    if [ "$1" = -o ]; then echo library > "$2"; fi
+    shift
+done
+"""
+BROKEN = """#!/bin/sh
+if [ "$1" = --version ]; then echo 1; exit 0; fi
+echo "some context" >&2
+echo "no such flag" >&2
+exit 1
+"""
+
+
+class Machine:
+    """A directory of compilers, which is all of PATH, and a place for the cache."""
+
+    def __init__(self, directory: Path) -> None:
+        self.bin, self.cache, self.calls = directory / "bin", directory / "cache" / "stageline", directory / "calls"
+        self.bin.mkdir()
+
+    def install(self, program: str, name: str = "c++") -> None:
+        (self.bin / name).write_text(program)
+        (self.bin / name).chmod(0o755)
+
+    def install_working(self, version: str = "1.0") -> None:
+        self.install(COMPILER.format(version=version, calls=self.calls))
+
+    @property
+    def num_libraries_linked(self) -> int:
+        return sum("-shared" in call for call in self.calls.read_text().splitlines()) if self.calls.exists() else 0
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine(tmp_path)
+    monkeypatch.setenv("PATH", str(made.bin))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return made
+
+
+def test_a_library_is_compiled_once_and_found_afterwards(machine: Machine) -> None:
+    machine.install_working()
+    library = build.build_library(machine.cache)
+    assert build.build_library(machine.cache) == library and library.read_text() == "library\n"
+    assert machine.num_libraries_linked == 1
+    assert [path.name for path in machine.cache.iterdir() if path.name != "lock"] == [library.name]
+
+
+def test_the_cache_is_for_this_user_alone(machine: Machine) -> None:
+    machine.install_working()
+    build.build_library(machine.cache)
+    assert machine.cache.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_that_others_may_write_to_is_refused(machine: Machine) -> None:
+    machine.install_working()
+    machine.cache.mkdir(parents=True)
+    machine.cache.chmod(0o777)
+    with pytest.raises(build.KernelBuildError, match="chmod 700"):
+        build.build_library(machine.cache)
+
+
+def test_another_compiler_or_source_makes_another_library(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.install_working("1.0")
+    first = build.build_library(machine.cache)
+    machine.install_working("2.0")
+    second = build.build_library(machine.cache)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "supported.cpp").write_text("int x;")
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "source")
+    assert len({first, second, build.build_library(machine.cache)}) == 3
+
+
+def test_processes_that_start_together_compile_once(machine: Machine) -> None:
+    machine.install_working()
+    program = (
+        "from stageline.config.environment import cache_directory\n"
+        "from stageline.kernels.build import build_library\n"
+        "print(build_library(cache_directory()))"
+    )
+    command, environment = [sys.executable, "-c", program], dict(os.environ)
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(3)]
+    libraries = {process.communicate(timeout=120)[0] for process in running}
+    assert all(process.returncode == 0 for process in running)
+    assert len(libraries) == 1 and machine.num_libraries_linked == 1
+
+
+def test_a_failing_compiler_leaves_nothing_and_its_last_words_are_told(machine: Machine) -> None:
+    machine.install(BROKEN)
+    with pytest.raises(build.KernelBuildError, match="no such flag"):
+        build.build_library(machine.cache)
+    assert [path.name for path in machine.cache.iterdir()] == ["lock"]
+
+
+@pytest.mark.parametrize("compiler", [None, BROKEN, COMPILER.format(version=1, calls="/dev/null")])
+def test_without_a_working_library_the_log_says_so_once_and_torch_computes(
+    machine: Machine, compiler: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No compiler, one that fails, and one whose library cannot be loaded."""
+    if compiler is not None:
+        machine.install(compiler)
+    monkeypatch.setattr(logging.getLogger("stageline"), "propagate", True)
+    assert kernels.load_kernels.__wrapped__("auto") is None
+    assert [record.levelname for record in caplog.records if "torch computes instead" in record.message] == ["WARNING"]
+
+
+def test_an_unknown_choice_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"STAGELINE_KERNELS is 'sse'.*avx512, avx2, portable, torch"):
+        kernels.load_kernels("sse")
+
+
+def test_torch_can_be_asked_for() -> None:
+    assert kernels.load_kernels("torch") is None
+
+
+def test_kernels_take_bfloat16_and_float32_on_a_cpu_only() -> None:
+    assert kernels.library(torch.device("cuda"), torch.bfloat16) is None
+    assert kernels.library(torch.device("cpu"), torch.float16) is None
