@@ -12,7 +12,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a stage's process needs to start; it gets it by its standard input.
 
     Args:
-        max_num_batched_tokens: most tokens in one microbatch; bounds what may arrive.
+        max_model_len, max_num_seqs, max_num_batched_tokens: bound what may arrive and what may be allocated.
         cores: CPU cores to bind to; empty binds to none.
         socket_folder: where the sockets are; to be removed if the engine cannot.
         engine_address: where its answers go.
@@ -29,6 +29,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     quantization: str
     max_model_len: int
+    max_num_seqs: int
     max_num_batched_tokens: int
     num_threads: int
     cores: list[int]

@@ -100,6 +100,7 @@ class MultiProcessExecutor:
                     device=self._config.device,
                     quantization=self._config.quantization,
                     max_model_len=max_model_len,
+                    max_num_seqs=self._config.max_num_seqs,
                     max_num_batched_tokens=self._config.max_num_batched_tokens,
                     num_threads=self._config.threads_per_stage,
                     cores=cores[stage.stage_index] if cores else [],

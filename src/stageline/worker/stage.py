@@ -85,6 +85,10 @@ class Stage:
     def is_last(self) -> bool:
         return self._decoder.is_last
 
+    @property
+    def vocab_size(self) -> int:
+        return self._spec.vocab_size
+
     def allocate_kv(self, limits: MicrobatchLimits) -> None:
         """Allocate the KV cache and forget every request. Raises: ConfigError if it does not fit."""
         self._caches = []
