@@ -12,7 +12,7 @@
 namespace STAGELINE_VARIANT {
 
 constexpr int KEYS_AT_ONCE = 64;
-constexpr int MAX_QUERIES_AT_ONCE = 168;
+constexpr int MAX_QUERIES_AT_ONCE = 84;
 constexpr float NEVER = -3.0e38f;
 
 struct AttentionArguments {

@@ -98,6 +98,31 @@ static void rotate_and_store(const RotateArguments& args) {
     }
 }
 
+constexpr int64_t CHUNK = 2048;
+
+// NaN if there is one.
+template <class T>
+static float largest_of_chunk(const T* x, int64_t size) {
+    vf best[4];
+    for (vf& lanes : best) lanes = splat(-__builtin_inff());
+    vi has_nan = {};
+    int64_t c = 0;
+    for (; c + 4 * W <= size; c += 4 * W)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            vf value = load(x + c + i * W);
+            best[i] = maximum(value, best[i]);
+            has_nan |= value != value;
+        }
+    for (; c < size; c++) {
+        vf value = splat(load(x + c, 1)[0]);
+        best[0] = maximum(value, best[0]);
+        has_nan |= value != value;
+    }
+    return is_any(has_nan) ? __builtin_nanf("")
+                           : largest(maximum(maximum(best[0], best[1]), maximum(best[2], best[3])));
+}
+
 // The first place of a value that is there; NaN equals NaN.
 template <class T>
 static int64_t first_equal(const T* x, int64_t size, float wanted) {
@@ -111,28 +136,19 @@ static int64_t first_equal(const T* x, int64_t size, float wanted) {
     return 0;
 }
 
-// The place of the largest element; of equals the first. A NaN is larger than everything, as in torch. A row's largest is
-// found first, then where it stands.
+// The place of the largest element; of equals the first. A NaN is larger than everything, as in torch. One pass remembers
+// in which chunk the largest was met first; then only that chunk is looked through.
 template <class T>
 static void argmax(const T* x, int64_t* out, int64_t rows, int64_t size) {
     for (int64_t r = 0; r < rows; r++, x += size) {
-        vf best[4];
-        for (vf& lanes : best) lanes = splat(-__builtin_inff());
-        vi has_nan = {};
-        int64_t c = 0;
-        for (; c + 4 * W <= size; c += 4 * W)
-            for (int i = 0; i < 4; i++) {
-                vf value = load(x + c + i * W);
-                best[i] = maximum(value, best[i]);
-                has_nan |= value != value;
-            }
-        vf top_lanes = maximum(maximum(best[0], best[1]), maximum(best[2], best[3]));
-        for (; c < size; c++) {
-            vf value = splat(load(x + c, 1)[0]);
-            top_lanes = maximum(value, top_lanes);
-            has_nan |= value != value;
+        int64_t best_chunk = 0;
+        float best = -__builtin_inff();
+        for (int64_t c = 0; c < size && best == best; c += CHUNK) {
+            float top = largest_of_chunk(x + c, size - c < CHUNK ? size - c : CHUNK);
+            if (!(top <= best)) best = top, best_chunk = c;
         }
-        out[r] = first_equal(x, size, is_any(has_nan) ? __builtin_nanf("") : largest(top_lanes));
+        int64_t end = size - best_chunk < CHUNK ? size - best_chunk : CHUNK;
+        out[r] = best_chunk + first_equal(x + best_chunk, end, best);
     }
 }
 
@@ -154,22 +170,28 @@ INLINE void sink(Leading* heap, int64_t size, int64_t at) {
     heap[at] = moved;
 }
 
+INLINE void offer(Leading* heap, int64_t k, const float* x, int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c++)
+        if (x[c] > heap[0].value) {
+            heap[0] = {x[c], (int32_t)c};
+            sink(heap, k, 0);
+        }
+}
+
 // The k largest, largest first, equals by rising place. One pass, beside which a heap of k is kept in `heap`.
 static void top_k(const float* x, float* values, int64_t* ids, Leading* heap, int64_t rows, int64_t size, int64_t k) {
     for (int64_t r = 0; r < rows; r++, x += size, values += k, ids += k) {
         for (int64_t c = 0; c < k; c++) heap[c] = {x[c], (int32_t)c};
         for (int64_t at = k / 2; at-- > 0;) sink(heap, k, at);
-        for (int64_t c = k; c < size; c += W) {
-            int64_t n = size - c < W ? size - c : W;
-            vf block = load(x + c, n);
-            vi is_above = block > splat(heap[0].value);
-            if (!is_any(is_above)) continue;
-            for (int64_t i = 0; i < n; i++)
-                if (block[i] > heap[0].value) {
-                    heap[0] = {block[i], (int32_t)(c + i)};
-                    sink(heap, k, 0);
-                }
+        int64_t c = k;
+        for (; c + 4 * W <= size; c += 4 * W) {
+            const vf last = splat(heap[0].value);
+            vi is_above = {};
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++) is_above |= load(x + c + i * W) > last;
+            if (is_any(is_above)) offer(heap, k, x, c, c + 4 * W);
         }
+        offer(heap, k, x, c, size);
         for (int64_t left = k; left-- > 0;) {
             values[left] = heap[0].value;
             ids[left] = heap[0].id;

@@ -43,7 +43,16 @@ INLINE vf as_float(vu x) { return (vf)x; }
 INLINE vu as_bits(vf x) { return (vu)x; }
 INLINE vf splat(float x) { return x - vf{}; }
 INLINE vu splat_bits(uint32_t x) { return x - vu{}; }
-INLINE vf maximum(vf a, vf b) { return a > b ? a : b; }
+// a > b ? a : b, so b if one of them is NaN.
+INLINE vf maximum(vf a, vf b) {
+#if defined(STAGELINE_AVX512)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(STAGELINE_AVX2)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 INLINE vi lane_numbers() {
     vi lanes;
@@ -73,7 +82,16 @@ INLINE vu in_register(vu x) {
 
 INLINE vu load_bits(const void* p) { return *(const vu_anywhere*)p; }
 INLINE void store_bits(void* p, vu x) { *(vu_anywhere*)p = x; }
-INLINE vf widen(vh x) { return as_float(__builtin_convertvector(x, vu) << 16); }
+
+INLINE vf widen(vh x) {
+#if defined(STAGELINE_AVX512)
+    return as_float((vu)_mm512_cvtepu16_epi32((__m256i)x) << 16);  // GCC would convert two halves and join them
+#elif defined(STAGELINE_AVX2)
+    return as_float((vu)_mm256_cvtepu16_epi32((__m128i)x) << 16);
+#else
+    return as_float(__builtin_convertvector(x, vu) << 16);
+#endif
+}
 
 // Round to nearest, ties to even.
 INLINE vh narrow(vf x) {
@@ -119,35 +137,52 @@ INLINE vf rounded(vf x) {
 }
 
 INLINE float sum(vf x) {
+#if defined(STAGELINE_AVX512)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float lanes[W];
     store(lanes, x);
     for (int width = W / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
     return lanes[0];
+#endif
 }
 
 INLINE float largest(vf x) {
+#if defined(STAGELINE_AVX512)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float lanes[W];
     store(lanes, x);
     for (int width = W / 2; width > 0; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
     return lanes[0];
+#endif
 }
 
+// Whether a comparison was true in some lane.
 INLINE bool is_any(vi lanes) {
-    int32_t all[W], found = 0;
-    memcpy(all, &lanes, sizeof all);
-    for (int i = 0; i < W; i++) found |= all[i];
-    return found;
+#if defined(STAGELINE_AVX512)
+    return _mm512_movepi32_mask((__m512i)lanes) != 0;
+#elif defined(STAGELINE_AVX2)
+    return _mm256_movemask_ps((__m256)lanes) != 0;
+#else
+    uint64_t halves[2];
+    memcpy(halves, &lanes, sizeof halves);
+    return (halves[0] | halves[1]) != 0;
+#endif
 }
 
 // 2^x for x in [-127, 127], more than that is cut off. Relative error below 2e-7.
 // Source: x = n + f with |f| <= 1/2; 2^f by the Taylor terms of exp(f ln 2), whose remainder is below 2e-8.
 INLINE vf exp2(vf x) {
-    x = maximum(x, splat(-127.0f));
-    x = x < splat(127.0f) ? x : splat(127.0f);
+    x = -maximum(-maximum(x, splat(-127.0f)), splat(-127.0f));
+#if defined(STAGELINE_AVX512)
+    vf n = (vf)_mm512_roundscale_ps((__m512)x, 0);
+#else
     const vf shift = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     vf n = (x + shift) - shift;
+#endif
     vf f = x - n;
     vf p = splat(1.5403530e-4f);
     p = fma(p, f, splat(1.3333558e-3f));
@@ -156,7 +191,11 @@ INLINE vf exp2(vf x) {
     p = fma(p, f, splat(2.4022651e-1f));
     p = fma(p, f, splat(6.9314718e-1f));
     p = fma(p, f, splat(1.0f));
+#if defined(STAGELINE_AVX512)
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
     return as_float(as_bits(p) + ((vu)__builtin_convertvector(n, vi) << 23));
+#endif
 }
 
 constexpr float LOG2_E = 1.44269504f;
