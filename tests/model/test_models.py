@@ -63,12 +63,14 @@ def checkpoint_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str],
 class Chain:
     """Decoder stages one behind the other, each with its own block tables and cache."""
 
-    def __init__(self, path: Path, cuts: list[range], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, path: Path, cuts: list[range], dtype: torch.dtype = torch.float32, keeps_quantized: bool = False
+    ) -> None:
         checkpoint = open_checkpoint(str(path))
         self.spec = checkpoint.spec
         self.limits = MicrobatchLimits(64, 16, self.spec.vocab_size, 8, 512, 128)
         self.requests = RequestsUnderTest(self.limits)
-        with CheckpointReader(checkpoint, dtype, CPU) as reader:
+        with CheckpointReader(checkpoint, dtype, CPU, keeps_quantized=keeps_quantized) as reader:
             self.stages = [DecoderStage(self.spec, layers, reader, select_backend(CPU), 128) for layers in cuts]
         self.caches = [allocate_kv_tensors(self.spec, len(layers), 64, 16, dtype, CPU) for layers in cuts]
         self.buffers = [InputBuffers(self.limits, CPU) for _ in cuts]
