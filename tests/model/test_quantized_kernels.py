@@ -179,6 +179,22 @@ def test_a_gated_product_is_silu_of_the_first_times_the_second(
     assert rounded.dtype == torch.bfloat16 and rounded.shape == (14, 100)
 
 
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_1"])
+def test_the_largest_is_the_first_of_the_largest_results(kernels: QuantizedKernels | None, name: str) -> None:
+    matrix, _ = packed(name, 500, 512)
+    x = noise(15, 512).bfloat16()
+    for bias in (None, noise(500)):
+        product = QuantizedProduct(kernels, [matrix], bias)
+        places = product.largest(x)
+        if kernels is None:
+            assert places is None
+        else:
+            assert torch.equal(places, product.linear(x, torch.float32).argmax(-1))
+    if kernels is not None:
+        assert torch.equal(product.largest(torch.zeros(2, 512)), bias.argmax().expand(2))
+        assert QuantizedProduct(kernels, [matrix]).largest(torch.zeros(2, 512)).tolist() == [0, 0]
+
+
 def test_a_scale_beyond_float16_is_not_packed() -> None:
     blocks = random_blocks("Q4_K", 4, 256, 1.0)
     blocks[2, 0:2] = np.array([60000.0], dtype=np.float16).view(np.uint8)

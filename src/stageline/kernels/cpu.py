@@ -68,7 +68,7 @@ class CpuKernels:
         self._top_k = functions["top_k"]
         self.gemm = gemm.Gemm(functions)
         self._attention = functions["attention"]
-        self.quantized = QuantizedKernels(functions["quantized_linear"], functions["quantized_gated"])
+        self.quantized = QuantizedKernels(*(functions[name] for name in quantized.SIGNATURES))
 
     @property
     def has_fast_linear(self) -> bool:

@@ -30,6 +30,7 @@ MAX_COLUMNS = 128 * 1024
 SIGNATURES: dict[str, list[type[Any]]] = {
     "quantized_linear": [c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_int32],
     "quantized_gated": [c_void_p, c_void_p, c_int64, c_void_p, c_int32],
+    "quantized_largest": [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32],
 }
 
 
@@ -136,6 +137,7 @@ class QuantizedKernels:
 
     linear: Callable[..., None]
     gated: Callable[..., None]
+    largest: Callable[..., None]
 
 
 class QuantizedProduct:
@@ -201,6 +203,21 @@ class QuantizedProduct:
         out = torch.empty(rows, size, dtype=x.dtype)
         self._kernels.gated(self._plan_pointer, x.data_ptr(), rows, out.data_ptr(), x.dtype == torch.bfloat16)
         return out
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Where each row's largest result stands, of equals the first, without writing the others; of one matrix.
+
+        Args: x: as for `linear`. Returns: int64 [rows]; None if there is no kernel for it.
+        """
+        rows = self._checked_rows(x)
+        if self._kernels is None or len(self.matrices) > 1:
+            return None
+        x = x.contiguous()
+        places, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        self._kernels.largest(
+            self._plan_pointer, x.data_ptr(), rows, places.data_ptr(), values.data_ptr(), x.dtype == torch.bfloat16
+        )
+        return places
 
     def _checked_rows(self, x: torch.Tensor) -> int:
         rows, columns = x.shape

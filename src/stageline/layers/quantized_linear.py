@@ -37,7 +37,7 @@ class QuantizedLinear(Linear):
         return self._product.linear(x, torch.float32)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        return None
+        return self._product.largest(x)
 
 
 class QuantizedGatedLinear(GatedLinear):

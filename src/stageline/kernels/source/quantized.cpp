@@ -26,3 +26,12 @@ EXPORT(quantized_gated)
     else
         quantized_gated(*plan, (const float*)x, num_rows, (float*)out);
 }
+
+// The plan has one matrix. Of each row: where its largest result stands, and that result.
+EXPORT(quantized_largest)
+(const QuantizedPlan* plan, const void* x, int64_t num_rows, int64_t* places, float* values, int32_t takes_bf16) {
+    if (takes_bf16)
+        quantized_largest(*plan, (const bf16*)x, num_rows, places, values);
+    else
+        quantized_largest(*plan, (const float*)x, num_rows, places, values);
+}

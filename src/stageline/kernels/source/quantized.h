@@ -274,6 +274,19 @@ INLINE vf with_bias(const float* sums, const float* bias, int64_t count) {
     return bias ? load(sums) + load(bias, count) : load(sums);
 }
 
+INLINE void look_for_larger(float* sums, const float* bias, int64_t count, int64_t column, int64_t& place,
+                            float& value) {
+    vi is_above = {};
+    for (int64_t c = 0; c < count; c += W) {
+        vf y = with_bias(sums + c, bias ? bias + c : nullptr, count - c);
+        store(sums + c, y);
+        is_above |= ~(y <= splat(value));
+    }
+    if (!is_any(is_above)) return;
+    for (int64_t c = 0; c < count; c++)
+        if (!(sums[c] <= value) && value == value) place = column + c, value = sums[c];
+}
+
 // out: the first row's output of the matrix's first row; stride: elements from one row of x to the next.
 template <class Y>
 static void multiply_matrix(const QuantizedMatrix& matrix, const float* bias, const QuantizedRows& x, Y* out,
@@ -364,6 +377,22 @@ static void quantize_rows(const T* x, int64_t num_rows, int64_t num_blocks, int8
     }
 }
 
+// The place of a row's largest y, of equals the first; a NaN counts as the largest, as in torch.
+static void find_largest(const QuantizedMatrix& matrix, const float* bias, const QuantizedRows& x, int64_t* places,
+                         float* values) {
+    alignas(64) float sums[MOST_ROWS_OF_TILE * QUANTIZED_PANEL];
+    for (int64_t row = 0; row < x.rows; row++) places[row] = 0, values[row] = -__builtin_inff();
+    for (int64_t column = 0; column < matrix.num_rows; column += QUANTIZED_PANEL)
+        for (int64_t row = 0, rows; row < x.rows; row += rows) {
+            rows = rows_of_tile(x.rows - row);
+            multiply_tile_of(matrix, x, row, rows, column, sums);
+            int64_t count = matrix.num_rows - column < QUANTIZED_PANEL ? matrix.num_rows - column : QUANTIZED_PANEL;
+            for (int64_t r = 0; r < rows; r++)
+                look_for_larger(sums + r * QUANTIZED_PANEL, bias ? bias + column : nullptr, count, column,
+                                places[row + r], values[row + r]);
+        }
+}
+
 // Quantises rows of x, as many at once as fit, and hands them on.
 template <class X, class Multiply>
 static void quantize_and(const X* x, int64_t num_rows, int64_t num_columns, Multiply multiply) {
@@ -389,6 +418,14 @@ static void quantized_linear(const QuantizedPlan& plan, const X* x, int64_t num_
         for (int64_t m = 0; m < plan.num_matrices; column += plan.matrices[m++].num_rows)
             multiply_matrix(plan.matrices[m], plan.bias ? plan.bias + column : nullptr, rows,
                             out + row * stride + column, stride);
+    });
+}
+
+// Of the plan's only matrix.
+template <class X>
+static void quantized_largest(const QuantizedPlan& plan, const X* x, int64_t num_rows, int64_t* places, float* values) {
+    quantize_and(x, num_rows, plan.num_columns, [&](int64_t row, QuantizedRows rows) {
+        find_largest(plan.matrices[0], plan.bias, rows, places + row, values + row);
     });
 }
 
