@@ -155,6 +155,8 @@ class Attention {
 
     bool is_decode(const Unit& unit) const { return num_tokens(unit.row) == 1; }
 
+    // While a tile's keys and values are packed, the next unit's are fetched: the hardware cannot guess which blocks
+    // follow. Packing the values late spreads the fetching over the whole unit.
     void attend(const Unit& unit, const Rows& rows, const Rows& rows_ahead) {
         // The heads of a decode are under way together, each in its part of the scratch memory.
         int64_t n = unit.tokens * group, columns = value_panels * PANEL, q = is_decode(unit) ? unit.head * group : 0;
@@ -163,7 +165,8 @@ class Attention {
             memset(sums + q * columns, 0, n * columns * sizeof(float));
             for (int64_t i = q; i < q + n; i++) maxima[i] = NEVER, totals[i] = 0;
         }
-        pack(unit, rows, rows_ahead);
+        for (int64_t first = 0; first < unit.keys; first += PANEL)
+            pack_panel<true>(rows.keys + first, rows_ahead.keys + first, words, key_panels + first * words);
         for (int64_t first = 0; first < unit.keys; first += PANEL)
             multiply_panel<T>(queries + q * words, words, n, key_panels + first * words, words, scores + first,
                               KEYS_AT_ONCE, nullptr);
@@ -174,6 +177,9 @@ class Attention {
         else
             weigh<true>(unit, n, maxima + q, totals + q);
         int64_t steps = (unit.keys + PER_WORD - 1) / PER_WORD;
+        for (int64_t step = 0; step < steps; step++)
+            pack_values(rows.values + step * PER_WORD, rows_ahead.values + step * PER_WORD,
+                        value_panel_words + step * PANEL);
         for (int64_t panel = 0; panel < value_panels; panel++)
             multiply_panel<T>(weights, KEYS_AT_ONCE / PER_WORD, n,
                               value_panel_words + panel * value_panel_size, steps,
@@ -203,15 +209,6 @@ class Attention {
             }
         }
         for (int64_t i = unit.keys; i < KEYS_AT_ONCE; i++) rows.keys[i] = rows.values[i] = zeros;
-    }
-
-    // The tile's keys as panels for the scores, and their values as panels for the weighted sums. What the next unit
-    // needs is fetched meanwhile: no other order of blocks than the table's is known to the hardware.
-    void pack(const Unit& unit, const Rows& rows, const Rows& ahead) {
-        for (int64_t first = 0; first < unit.keys; first += PANEL)
-            pack_panel<true>(rows.keys + first, ahead.keys + first, words, key_panels + first * words);
-        for (int64_t step = 0; step * PER_WORD < unit.keys; step++)
-            pack_values(rows.values + step * PER_WORD, ahead.values + step * PER_WORD, value_panel_words + step * PANEL);
     }
 
     // Bfloat16: word i of a panel is element 2i of both keys, word 16 + i element 2i + 1: no shuffle is needed here, and
