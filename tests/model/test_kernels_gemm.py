@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -192,3 +195,63 @@ def test_only_the_packed_weight_is_kept() -> None:
         del weight
         assert unpacked() is None
         assert layer(noise(2, 32)).shape[0] == 2
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def big_problem(gemm: Gemm) -> Callable[[], list[torch.Tensor]]:
+    """Enough work that it is shared among threads; the largest logit is there twice, in different parts."""
+    x, weight = noise(70, 600), noise(3000, 600, seed=1)
+    weight[2999] = weight[7]
+    plain, gated = gemm.pack(weight), gemm.pack(noise(6000, 600, seed=2), is_gated=True)
+    x[:, :] = torch.where(torch.arange(70).unsqueeze(1) % 2 == 0, x, weight[7])
+    return lambda: [gemm.linear(x, plain), gemm.linear(x, plain, torch.float32), gemm.gated(x, gated),
+                    *gemm.largest(x, plain)]  # fmt: skip
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.view(torch.uint8).numpy().tobytes()
+
+
+def assert_all_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_threads_share_the_work_without_changing_a_bit(gemm: Gemm) -> None:
+    compute = big_problem(gemm)
+    shared = compute()
+    torch.set_num_threads(1)
+    assert_all_equal(shared, compute())
+    assert shared[-2][1] == 7
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_calls_from_several_threads_do_not_wait_for_one_another_or_mix(gemm: Gemm) -> None:
+    compute = big_problem(gemm)
+    expected = compute()
+    with ThreadPoolExecutor(4) as callers:
+        for found in callers.map(lambda _: compute(), range(12)):
+            assert_all_equal(found, expected)
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_a_forked_process_computes_though_its_parents_threads_are_gone(gemm: Gemm) -> None:
+    """torch's threads are gone too, so the child uses torch for nothing that these would share."""
+    x, packed = noise(70, 600), gemm.pack(noise(3000, 600, seed=1))
+    expected = as_bytes(gemm.linear(x, packed))
+    child = os.fork()
+    if child == 0:
+        is_equal = False
+        try:
+            is_equal = as_bytes(gemm.linear(x, packed)) == expected
+        finally:
+            os._exit(0 if is_equal else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "source"
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread")
 _X86_VARIANTS = {
     "avx512": (
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni"),
@@ -112,7 +112,7 @@ def _compile(compiler: str, library: Path) -> None:
                 commands.append([compiler, *_FLAGS, *flags, *names, "-c", str(source), "-o", str(target)])
         _run_all(commands)
         linked = objects / "linked.so"
-        _run_all([[compiler, "-shared", "-Wl,-s", *map(str, objects.glob("*.o")), "-o", str(linked)]])
+        _run_all([[compiler, "-shared", "-pthread", "-Wl,-s", *map(str, objects.glob("*.o")), "-o", str(linked)]])
         linked.replace(library)
 
 

@@ -2,7 +2,7 @@
 
 One idea: `PackedWeight` is the only form in which a weight is kept, so it serves every number of rows, a gated MLP's
 first half in one pass, an LM head, and the rows of an embedding that shares the head's matrix. A row's result is the
-same, bit for bit, whatever other rows there are.
+same, bit for bit, whatever other rows there are and however many threads share the work (as many as torch may use).
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from stageline.kernels.huge_pages import HugePages
 
 PANEL = 32
 
+# Of one core, roughly: they only tell whether work is worth sharing.
+_READ_BYTES_PER_S, _FLOPS_PER_S, _WORTH_A_THREAD_S = 25e9, 200e9, 50e-6
+
 SIGNATURES: dict[str, list[type[Any]]] = {
-    "gemm": [c_void_p] * 4 + [c_int64] * 4 + [c_int32],
-    "gemm_gated": [c_void_p] * 4 + [c_int64] * 4,
-    "gemm_largest": [c_void_p] * 5 + [c_int64] * 4,
+    "gemm": [c_void_p] * 4 + [c_int64] * 4 + [c_int32] * 2,
+    "gemm_gated": [c_void_p] * 4 + [c_int64] * 4 + [c_int32],
+    "gemm_largest": [c_void_p] * 5 + [c_int64] * 4 + [c_int32],
     "gemm_pack": [c_void_p] * 3 + [c_int64] * 2 + [c_int32],
     "gemm_unpack": [c_void_p] * 3 + [c_int64] * 2,
 }
@@ -49,7 +52,7 @@ class PackedWeight:
 
 
 class Gemm:
-    """One variant's functions. Not more than one thread may pack at a time; the rest may run in several.
+    """One variant's functions. Not more than one thread may pack at a time; the others may be called from several.
 
     Args:
         functions: by name, as in SIGNATURES.
@@ -103,7 +106,7 @@ class Gemm:
         out = torch.empty((rows, weight.out_features), dtype=dtype)
         self._gemm(
             x.data_ptr(), *weight.addresses, out.data_ptr(), stride, rows, weight.out_features,
-            (weight.in_features + 1) // 2, dtype == torch.bfloat16,
+            (weight.in_features + 1) // 2, _num_parts(rows, weight), dtype == torch.bfloat16,
         )  # fmt: skip
         return out
 
@@ -117,7 +120,7 @@ class Gemm:
         out = torch.empty((rows, weight.out_features), dtype=torch.bfloat16)
         self._gated(
             x.data_ptr(), *weight.addresses, out.data_ptr(), stride, rows, weight.out_features,
-            (weight.in_features + 1) // 2,
+            (weight.in_features + 1) // 2, _num_parts(rows, weight),
         )  # fmt: skip
         return out
 
@@ -128,12 +131,13 @@ class Gemm:
         """
         assert not weight.is_gated
         x, rows, stride = _words(x, weight)
-        places, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+        parts = _num_parts(rows, weight)
+        places, values = torch.empty((parts, rows), dtype=torch.int64), torch.empty((parts, rows))
         self._largest(
             x.data_ptr(), *weight.addresses, places.data_ptr(), values.data_ptr(), stride, rows, weight.out_features,
-            (weight.in_features + 1) // 2,
+            (weight.in_features + 1) // 2, parts,
         )  # fmt: skip
-        return places, values
+        return places[0], values[0]
 
 
 def _words(x: torch.Tensor, weight: PackedWeight) -> tuple[torch.Tensor, int, int]:
@@ -146,6 +150,16 @@ def _words(x: torch.Tensor, weight: PackedWeight) -> tuple[torch.Tensor, int, in
         if x.stride(1) == 1 and x.stride(0) % 2 == 0:
             return x, rows, x.stride(0) // 2
     return _even(x).contiguous(), rows, (columns + 1) // 2
+
+
+def _num_parts(rows: int, weight: PackedWeight) -> int:
+    """As many as torch's threads, but none of so little work that waking a thread takes as long."""
+    num_threads = torch.get_num_threads()
+    if num_threads == 1:
+        return 1
+    numbers = weight.panels.numel()
+    estimated_s = max(numbers * weight.panels.itemsize / _READ_BYTES_PER_S, 2 * numbers * rows / _FLOPS_PER_S)
+    return max(1, min(num_threads, weight.panels.shape[0], int(estimated_s / _WORTH_A_THREAD_S)))
 
 
 def _even(matrix: torch.Tensor) -> torch.Tensor:

@@ -16,26 +16,31 @@ static LinearArguments arguments(const void* x, const void* packed, const void* 
 
 EXPORT(gemm)
 (const void* x, const void* packed, const void* bias, void* out, int64_t x_stride, int64_t rows, int64_t out_features,
- int64_t steps, int32_t gives_bf16) {
+ int64_t steps, int32_t parts, int32_t gives_bf16) {
     LinearArguments args = arguments(x, packed, bias, out, x_stride, rows, out_features, steps);
     if (gives_bf16)
-        linear(args, Stored<bf16>{args});
+        linear_in_parts<Stored<bf16>>(args, parts, [&](int) { return Stored<bf16>{args}; });
     else
-        linear(args, Stored<float>{args});
+        linear_in_parts<Stored<float>>(args, parts, [&](int) { return Stored<float>{args}; });
 }
 
 EXPORT(gemm_gated)
 (const void* x, const void* packed, const void* bias, void* out, int64_t x_stride, int64_t rows, int64_t out_features,
- int64_t steps) {
+ int64_t steps, int32_t parts) {
     LinearArguments args = arguments(x, packed, bias, out, x_stride, rows, out_features, steps);
-    linear(args, Gated{args});
+    linear_in_parts<Gated>(args, parts, [&](int) { return Gated{args}; });
 }
 
+// places, values: [parts][rows]; the first of the parts becomes the result.
 EXPORT(gemm_largest)
 (const void* x, const void* packed, const void* bias, int64_t* places, float* values, int64_t x_stride, int64_t rows,
- int64_t out_features, int64_t steps) {
-    LinearArguments args = arguments(x, packed, bias, places, x_stride, rows, out_features, steps);
-    linear(args, Largest{args, values});
+ int64_t out_features, int64_t steps, int32_t parts) {
+    LinearArguments args = arguments(x, packed, bias, nullptr, x_stride, rows, out_features, steps);
+    linear_in_parts<Largest>(args, parts, [&](int part) {
+        return Largest(args, places + part * rows, values + part * rows);
+    });
+    for (int64_t i = rows; i < parts * rows; i++)
+        if (is_larger(values[i], values[i % rows])) values[i % rows] = values[i], places[i % rows] = places[i];
 }
 
 // zeros: 4 steps bytes of zeros.

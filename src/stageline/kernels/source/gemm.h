@@ -7,6 +7,7 @@
 // Packed weights are [ceil(out / 32)] panels of [steps][32] words (tile.h), steps = in / 2. A gated layer's panel is
 // 16 columns of the gate and the 16 of the other half that they multiply.
 #pragma once
+#include "crew.h"
 #include "tile.h"
 
 namespace STAGELINE_VARIANT {
@@ -87,15 +88,21 @@ struct Gated {
     }
 };
 
-// The place of a row's largest y, of equals the first; nothing else is stored. A NaN counts as the largest, as in torch.
+// NaN is the largest, as in torch.
+INLINE bool is_larger(float a, float b) { return !(a <= b) && b == b; }
+
+// The place of a row's largest y, of equals the first; nothing else is stored.
 struct Largest {
     static constexpr int COLUMNS = PANEL;
     const LinearArguments& args;
+    int64_t* places;
     float* values;
 
+    Largest(const LinearArguments& args, int64_t* places, float* values) : args(args), places(places), values(values) {
+        for (int64_t row = 0; row < args.rows; row++) places[row] = 0, values[row] = -__builtin_inff();
+    }
+
     void operator()(int64_t row, int64_t column, const float* sums) const {
-        int64_t* place = (int64_t*)args.out + row;
-        if (column == 0) *place = 0, values[row] = -__builtin_inff();
         alignas(64) float lanes[PANEL];
         vi is_above = {};
         for (int64_t c = 0, n = args.out_features - column; c < PANEL; c += W) {
@@ -106,7 +113,7 @@ struct Largest {
         }
         if (!is_any(is_above)) return;
         for (int64_t c = 0, n = args.out_features - column; c < PANEL && c < n; c++)
-            if (!(lanes[c] <= values[row]) && values[row] == values[row]) *place = column + c, values[row] = lanes[c];
+            if (is_larger(lanes[c], values[row])) places[row] = column + c, values[row] = lanes[c];
     }
 };
 
@@ -134,8 +141,9 @@ INLINE int64_t rows_at_once(int64_t steps) {
     return rows < MIN_ROWS_AT_ONCE ? MIN_ROWS_AT_ONCE : rows > MAX_ROWS_AT_ONCE ? MAX_ROWS_AT_ONCE : rows;
 }
 
+// The panels in [begin, end).
 template <class Finish>
-static void linear(const LinearArguments& args, const Finish& finish) {
+static void linear(const LinearArguments& args, const Finish& finish, int64_t begin, int64_t end) {
     alignas(64) float sums[MAX_ROWS_AT_ONCE * PANEL];
     float ones[ROWS_PER_TILE];
     for (float& one : ones) one = 1.0f;
@@ -143,18 +151,28 @@ static void linear(const LinearArguments& args, const Finish& finish) {
     for (int64_t start = 0; start < args.rows; start += at_once) {
         RowTiles tiles(args.rows - start < at_once ? args.rows - start : at_once, ROWS_PER_TILE);
         const uint32_t* x = args.x + start * args.x_stride;
-        const uint32_t* panel = args.packed;
-        for (int64_t column = 0; column < args.out_features; column += Finish::COLUMNS, panel += args.steps * PANEL)
+        for (int64_t p = begin; p < end; p++) {
+            const uint32_t* panel = args.packed + p * args.steps * PANEL;
             for (int64_t s = 0; s < args.steps; s += STEPS_AT_ONCE) {
                 int64_t steps = args.steps - s < STEPS_AT_ONCE ? args.steps - s : STEPS_AT_ONCE;
                 for (int64_t tile = 0; tile < tiles.count; tile++) {
                     multiply_block(args, tiles, tile, x + s, panel + s * PANEL, steps, sums, s ? ones : nullptr);
                     if (s + steps < args.steps) continue;
                     for (int64_t r = tiles.begin(tile); r < tiles.begin(tile + 1); r++)
-                        finish(start + r, column, sums + r * PANEL);
+                        finish(start + r, p * Finish::COLUMNS, sums + r * PANEL);
                 }
             }
+        }
     }
+}
+
+// Part by part of the panels, each on its own thread. finish_part(part) makes what ends the part's products.
+template <class Finish, class FinishPart>
+static void linear_in_parts(const LinearArguments& args, int parts, const FinishPart& finish_part) {
+    const int64_t panels = (args.out_features + Finish::COLUMNS - 1) / Finish::COLUMNS;
+    Crew::run(parts, [&](int part) {
+        linear(args, finish_part(part), panels * part / parts, panels * (part + 1) / parts);
+    });
 }
 
 }  // namespace STAGELINE_VARIANT
