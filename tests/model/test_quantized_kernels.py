@@ -78,6 +78,14 @@ def test_packed_rows_are_the_weights_of_the_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_looked_up_are_the_packed_ones(kernels: QuantizedKernels | None, dtype: torch.dtype, name: str) -> None:
+    matrix, _ = packed(name, 130, 512)
+    places = torch.tensor([129, 0, 0, 63, 64, 17, 78])
+    assert torch.equal(QuantizedProduct(kernels, [matrix]).rows(places, dtype), matrix.rows(places).to(dtype))
+
+
+@pytest.mark.parametrize("name", TYPES)
 def test_memory_is_what_the_plan_counts(name: str) -> None:
     matrix, _ = packed(name, 128, 256)
     assert matrix.num_bytes == 128 * 256 // PACKED_BLOCK_ELEMENTS * PACKED_BLOCK_BYTES[name]

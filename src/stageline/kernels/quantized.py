@@ -31,6 +31,7 @@ SIGNATURES: dict[str, list[type[Any]]] = {
     "quantized_linear": [c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_int32],
     "quantized_gated": [c_void_p, c_void_p, c_int64, c_void_p, c_int32],
     "quantized_largest": [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32],
+    "quantized_rows": [c_void_p, c_void_p, c_int64, c_void_p, c_int32],
 }
 
 
@@ -138,6 +139,7 @@ class QuantizedKernels:
     linear: Callable[..., None]
     gated: Callable[..., None]
     largest: Callable[..., None]
+    rows: Callable[..., None]
 
 
 class QuantizedProduct:
@@ -218,6 +220,24 @@ class QuantizedProduct:
             self._plan_pointer, x.data_ptr(), rows, places.data_ptr(), values.data_ptr(), x.dtype == torch.bfloat16
         )
         return places
+
+    def rows(self, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of the only matrix, made floating-point.
+
+        Args:
+            places: int64 [n], each below the number of rows.
+            dtype: bfloat16 or float32.
+        Returns: [n, num_columns].
+        """
+        [matrix] = self.matrices
+        assert places.dtype == torch.int64 and places.ndim == 1 and dtype in (torch.bfloat16, torch.float32)
+        if self._kernels is None:
+            return matrix.rows(places).to(dtype)
+        places = places.contiguous()
+        out = torch.empty(places.shape[0], self.num_columns, dtype=dtype)
+        gives_bf16 = dtype == torch.bfloat16
+        self._kernels.rows(self._plan_pointer, places.data_ptr(), places.shape[0], out.data_ptr(), gives_bf16)
+        return out
 
     def _checked_rows(self, x: torch.Tensor) -> int:
         rows, columns = x.shape

@@ -58,7 +58,9 @@ class QuantizedGatedLinear(GatedLinear):
         return self._product.gated(x)
 
 
-def _product(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype, bias: torch.Tensor | None) -> QuantizedProduct:
+def _product(
+    matrices: Sequence[QuantizedMatrix], dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> QuantizedProduct:
     library = kernels.library(torch.device("cpu"), dtype)
     return QuantizedProduct(None if library is None else library.quantized, matrices, bias)
 
@@ -103,11 +105,12 @@ class QuantizedEmbedding:
 
     def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
         self._matrix = matrix
+        self._product = _product([matrix], dtype)
         self._dtype = dtype
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [tokens] int64. Returns: [tokens, hidden]."""
-        return self._matrix.rows(token_ids).to(self._dtype)
+        return self._product.rows(token_ids, self._dtype)
 
     def as_projection(self) -> Linear:
         """The same matrix as the LM head's projection."""

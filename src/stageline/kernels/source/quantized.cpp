@@ -35,3 +35,12 @@ EXPORT(quantized_largest)
     else
         quantized_largest(*plan, (const float*)x, num_rows, places, values);
 }
+
+// The plan has one matrix. places: [num_rows], below its number of rows. out: [num_rows][columns].
+EXPORT(quantized_rows)
+(const QuantizedPlan* plan, const int64_t* places, int64_t num_rows, void* out, int32_t gives_bf16) {
+    if (gives_bf16)
+        quantized_rows(*plan, places, num_rows, (bf16*)out);
+    else
+        quantized_rows(*plan, places, num_rows, (float*)out);
+}

@@ -174,22 +174,35 @@ constexpr int vectors_at_once(int rows) {
     return W == 16 ? vectors : 1;
 }
 
+// Where a panel begins.
+struct PanelStart {
+    const uint8_t* quants;
+    const uint16_t* scales;
+};
+
+// Fetches what is read some blocks later: of this panel, or then of the next, which may lie elsewhere.
 template <int KIND>
-INLINE void prefetch_block(const uint8_t* quants, const uint16_t* scales) {
+INLINE void prefetch_block(const PanelStart& panel, const PanelStart& next, int64_t block, int64_t num_blocks) {
     using L = Layout<KIND>;
-    constexpr int64_t AHEAD = PREFETCH_BYTES / L::BLOCK_BYTES;
-    for (int64_t i = 0; i < L::BLOCK_BYTES; i += 64) __builtin_prefetch(quants + AHEAD * L::BLOCK_BYTES + i);
-    for (int64_t i = 0; i < L::BLOCK_SCALES; i += 32) __builtin_prefetch(scales + AHEAD * L::BLOCK_SCALES + i);
+    int64_t wanted = block + PREFETCH_BYTES / L::BLOCK_BYTES;
+    const PanelStart& from = wanted < num_blocks ? panel : next;
+    if (wanted >= num_blocks) wanted -= num_blocks;
+    const uint8_t* quants = from.quants + wanted * L::BLOCK_BYTES;
+    const uint16_t* scales = from.scales + wanted * L::BLOCK_SCALES;
+    for (int64_t i = 0; i < L::BLOCK_BYTES; i += 64) __builtin_prefetch(quants + i);
+    for (int64_t i = 0; i < L::BLOCK_SCALES; i += 32) __builtin_prefetch(scales + i);
 }
 
-// VECTORS times W weight rows with ROWS rows of x, into `sums` [ROWS][QUANTIZED_PANEL].
+// VECTORS times W weight rows of a panel, from `first` on, with ROWS rows of x, into `sums` [ROWS][QUANTIZED_PANEL].
 template <int KIND, int ROWS, int VECTORS>
-INLINE void multiply_vectors(const uint8_t* quants, const uint16_t* scales, int64_t num_blocks, const int8_t* x,
-                             const BlockOfX* blocks, float* sums) {
+INLINE void multiply_vectors(const PanelStart& panel, const PanelStart& next, int64_t first, int64_t num_blocks,
+                             const int8_t* x, const BlockOfX* blocks, float* sums) {
     using L = Layout<KIND>;
+    const uint8_t* quants = panel.quants + first / GROUP * L::GROUP_BYTES + first % GROUP * 4;
+    const uint16_t* scales = panel.scales + first / GROUP * L::GROUP_SCALES + first % GROUP;
     vf sum[VECTORS][ROWS] = {};
     for (int64_t b = 0; b < num_blocks; b++) {
-        if constexpr (VECTORS * W == QUANTIZED_PANEL) prefetch_block<KIND>(quants, scales);
+        if constexpr (VECTORS * W == QUANTIZED_PANEL) prefetch_block<KIND>(panel, next, b, num_blocks);
         UNROLLED for (int v = 0; v < VECTORS; v++) {
             const uint8_t* q = quants + v * W / GROUP * L::GROUP_BYTES + v * W % GROUP * 4;
             const uint16_t* s = scales + v * W / GROUP * L::GROUP_SCALES + v * W % GROUP;
@@ -201,22 +214,19 @@ INLINE void multiply_vectors(const uint8_t* quants, const uint16_t* scales, int6
         quants += L::BLOCK_BYTES, scales += L::BLOCK_SCALES, x += ROWS * BLOCK, blocks += ROWS;
     }
     UNROLLED for (int r = 0; r < ROWS; r++)
-        UNROLLED for (int v = 0; v < VECTORS; v++) store(sums + r * QUANTIZED_PANEL + v * W, sum[v][r]);
+        UNROLLED for (int v = 0; v < VECTORS; v++) store(sums + r * QUANTIZED_PANEL + first + v * W, sum[v][r]);
 }
 
-typedef void (*PanelFunction)(const uint8_t* quants, const uint16_t* scales, int64_t num_blocks, const int8_t* x,
+typedef void (*PanelFunction)(const PanelStart& panel, const PanelStart& next, int64_t num_blocks, const int8_t* x,
                               const BlockOfX* blocks, float* sums);
 
 // A panel with ROWS rows of x, into `sums` [ROWS][QUANTIZED_PANEL].
 template <int KIND, int ROWS>
-static void multiply_quantized_panel(const uint8_t* quants, const uint16_t* scales, int64_t num_blocks, const int8_t* x,
-                                     const BlockOfX* blocks, float* sums) {
-    using L = Layout<KIND>;
+static void multiply_quantized_panel(const PanelStart& panel, const PanelStart& next, int64_t num_blocks,
+                                     const int8_t* x, const BlockOfX* blocks, float* sums) {
     constexpr int VECTORS = vectors_at_once(ROWS);
     for (int64_t first = 0; first < QUANTIZED_PANEL; first += VECTORS * W)
-        multiply_vectors<KIND, ROWS, VECTORS>(quants + first / GROUP * L::GROUP_BYTES + first % GROUP * 4,
-                                              scales + first / GROUP * L::GROUP_SCALES + first % GROUP, num_blocks, x,
-                                              blocks, sums + first);
+        multiply_vectors<KIND, ROWS, VECTORS>(panel, next, first, num_blocks, x, blocks, sums);
 }
 
 #if defined(STAGELINE_AVX512)
@@ -253,21 +263,45 @@ struct QuantizedRows {
     int64_t num_blocks;
 };
 
-// A tile of rows, from `row` on, with the panel that holds weight row `column`, into `sums`.
-static void multiply_tile_of(const QuantizedMatrix& matrix, const QuantizedRows& x, int64_t row, int64_t rows,
-                             int64_t column, float* sums) {
-    auto multiply = [&](auto layout, PanelFunction function) {
-        int64_t block = column / QUANTIZED_PANEL * x.num_blocks;
-        function(matrix.quants + block * layout.BLOCK_BYTES, matrix.scales + block * layout.BLOCK_SCALES, x.num_blocks,
-                 x.quants + row * x.num_blocks * BLOCK, x.blocks + row * x.num_blocks, sums);
-    };
+template <int KIND>
+static PanelStart panel_of(const QuantizedMatrix& matrix, int64_t column, int64_t num_blocks) {
+    int64_t block = column / QUANTIZED_PANEL * num_blocks;
+    return {matrix.quants + block * Layout<KIND>::BLOCK_BYTES, matrix.scales + block * Layout<KIND>::BLOCK_SCALES};
+}
+
+static PanelStart panel_of(const QuantizedMatrix& matrix, int64_t column, int64_t num_blocks) {
     switch (matrix.kind) {
-        case FOUR_BITS: return multiply(Layout<FOUR_BITS>(), panel_function_of<FOUR_BITS>(rows));
-        case FOUR_BITS_MINIMUM:
-            return multiply(Layout<FOUR_BITS_MINIMUM>(), panel_function_of<FOUR_BITS_MINIMUM>(rows));
-        case EIGHT_BITS: return multiply(Layout<EIGHT_BITS>(), panel_function_of<EIGHT_BITS>(rows));
-        default: return multiply(Layout<EIGHT_BITS_HALVES>(), panel_function_of<EIGHT_BITS_HALVES>(rows));
+        case FOUR_BITS: return panel_of<FOUR_BITS>(matrix, column, num_blocks);
+        case FOUR_BITS_MINIMUM: return panel_of<FOUR_BITS_MINIMUM>(matrix, column, num_blocks);
+        case EIGHT_BITS: return panel_of<EIGHT_BITS>(matrix, column, num_blocks);
+        default: return panel_of<EIGHT_BITS_HALVES>(matrix, column, num_blocks);
     }
+}
+
+static PanelFunction panel_function(int64_t kind, int64_t rows) {
+    switch (kind) {
+        case FOUR_BITS: return panel_function_of<FOUR_BITS>(rows);
+        case FOUR_BITS_MINIMUM: return panel_function_of<FOUR_BITS_MINIMUM>(rows);
+        case EIGHT_BITS: return panel_function_of<EIGHT_BITS>(rows);
+        default: return panel_function_of<EIGHT_BITS_HALVES>(rows);
+    }
+}
+
+// Which panel is read, and which one after it.
+struct Reading {
+    int64_t kind;
+    PanelStart panel, next;
+
+    Reading(const QuantizedMatrix& matrix, int64_t column, const QuantizedMatrix& next_matrix, int64_t next_column,
+            int64_t num_blocks)
+        : kind(matrix.kind), panel(panel_of(matrix, column, num_blocks)),
+          next(next_column < next_matrix.num_rows ? panel_of(next_matrix, next_column, num_blocks) : panel) {}
+};
+
+// A panel with a tile of rows, from `row` on, into `sums`.
+INLINE void multiply_tile_of(const Reading& reading, const QuantizedRows& x, int64_t row, int64_t rows, float* sums) {
+    panel_function(reading.kind, rows)(reading.panel, reading.next, x.num_blocks, x.quants + row * x.num_blocks * BLOCK,
+                                       x.blocks + row * x.num_blocks, sums);
 }
 
 INLINE vf with_bias(const float* sums, const float* bias, int64_t count) {
@@ -292,10 +326,11 @@ template <class Y>
 static void multiply_matrix(const QuantizedMatrix& matrix, const float* bias, const QuantizedRows& x, Y* out,
                             int64_t stride) {
     alignas(64) float sums[MOST_ROWS_OF_TILE * QUANTIZED_PANEL];
-    for (int64_t column = 0; column < matrix.num_rows; column += QUANTIZED_PANEL)
+    for (int64_t column = 0; column < matrix.num_rows; column += QUANTIZED_PANEL) {
+        Reading reading(matrix, column, matrix, column + QUANTIZED_PANEL, x.num_blocks);
         for (int64_t row = 0, rows; row < x.rows; row += rows) {
             rows = rows_of_tile(x.rows - row);
-            multiply_tile_of(matrix, x, row, rows, column, sums);
+            multiply_tile_of(reading, x, row, rows, sums);
             for (int64_t r = 0; r < rows; r++)
                 for (int64_t c = column; c < column + QUANTIZED_PANEL && c < matrix.num_rows; c += W) {
                     int64_t count = matrix.num_rows - c;
@@ -303,6 +338,7 @@ static void multiply_matrix(const QuantizedMatrix& matrix, const float* bias, co
                     store(out + (row + r) * stride + c, y, count);
                 }
         }
+    }
 }
 
 // silu(gate) * up, of matrices with the same number of rows; one rounding, at the end.
@@ -311,11 +347,13 @@ static void multiply_gated(const QuantizedMatrix& gate, const QuantizedMatrix& u
                            const QuantizedRows& x, Y* out) {
     alignas(64) float gates[MOST_ROWS_OF_TILE * QUANTIZED_PANEL], ups[MOST_ROWS_OF_TILE * QUANTIZED_PANEL];
     int64_t size = gate.num_rows;
-    for (int64_t column = 0; column < size; column += QUANTIZED_PANEL)
+    for (int64_t column = 0; column < size; column += QUANTIZED_PANEL) {
+        Reading gate_reading(gate, column, up, column, x.num_blocks);
+        Reading up_reading(up, column, gate, column + QUANTIZED_PANEL, x.num_blocks);
         for (int64_t row = 0, rows; row < x.rows; row += rows) {
             rows = rows_of_tile(x.rows - row);
-            multiply_tile_of(gate, x, row, rows, column, gates);
-            multiply_tile_of(up, x, row, rows, column, ups);
+            multiply_tile_of(gate_reading, x, row, rows, gates);
+            multiply_tile_of(up_reading, x, row, rows, ups);
             for (int64_t r = 0; r < rows; r++)
                 for (int64_t c = column; c < column + QUANTIZED_PANEL && c < size; c += W) {
                     int64_t at = r * QUANTIZED_PANEL + c - column, count = size - c;
@@ -324,6 +362,7 @@ static void multiply_gated(const QuantizedMatrix& gate, const QuantizedMatrix& u
                     store(out + (row + r) * size + c, silu(g) * u, count);
                 }
         }
+    }
 }
 
 // Of exact integers, so the order does not matter.
@@ -382,15 +421,17 @@ static void find_largest(const QuantizedMatrix& matrix, const float* bias, const
                          float* values) {
     alignas(64) float sums[MOST_ROWS_OF_TILE * QUANTIZED_PANEL];
     for (int64_t row = 0; row < x.rows; row++) places[row] = 0, values[row] = -__builtin_inff();
-    for (int64_t column = 0; column < matrix.num_rows; column += QUANTIZED_PANEL)
+    for (int64_t column = 0; column < matrix.num_rows; column += QUANTIZED_PANEL) {
+        Reading reading(matrix, column, matrix, column + QUANTIZED_PANEL, x.num_blocks);
+        int64_t count = matrix.num_rows - column < QUANTIZED_PANEL ? matrix.num_rows - column : QUANTIZED_PANEL;
         for (int64_t row = 0, rows; row < x.rows; row += rows) {
             rows = rows_of_tile(x.rows - row);
-            multiply_tile_of(matrix, x, row, rows, column, sums);
-            int64_t count = matrix.num_rows - column < QUANTIZED_PANEL ? matrix.num_rows - column : QUANTIZED_PANEL;
+            multiply_tile_of(reading, x, row, rows, sums);
             for (int64_t r = 0; r < rows; r++)
                 look_for_larger(sums + r * QUANTIZED_PANEL, bias ? bias + column : nullptr, count, column,
                                 places[row + r], values[row + r]);
         }
+    }
 }
 
 // Quantises rows of x, as many at once as fit, and hands them on.
@@ -434,6 +475,43 @@ static void quantized_gated(const QuantizedPlan& plan, const X* x, int64_t num_r
     quantize_and(x, num_rows, plan.num_columns, [&](int64_t row, QuantizedRows rows) {
         multiply_gated(plan.matrices[0], plan.matrices[1], plan.bias, rows, out + row * plan.matrices[0].num_rows);
     });
+}
+
+// One row of a matrix as floating-point numbers: an embedding's.
+template <int KIND, class T>
+static void make_row(const QuantizedMatrix& matrix, int64_t place, int64_t num_blocks, T* out) {
+    using L = Layout<KIND>;
+    PanelStart panel = panel_of<KIND>(matrix, place, num_blocks);
+    int64_t group = place % QUANTIZED_PANEL / GROUP, row = place % GROUP;
+    for (int64_t b = 0; b < num_blocks; b++, out += BLOCK) {
+        const uint8_t* quants = panel.quants + b * L::BLOCK_BYTES + group * L::GROUP_BYTES + row * 4;
+        const uint16_t* scales = panel.scales + b * L::BLOCK_SCALES + group * L::GROUP_SCALES + row / W * W;
+        float first = load_halves(scales)[row % W];
+        float second = L::GROUP_SCALES > GROUP ? load_halves(scales + GROUP)[row % W] : 0.0f;
+        float weights[BLOCK];
+        for (int64_t k = 0; k < BLOCK; k++) {
+            int64_t at = L::IS_FOUR ? k % (BLOCK / 2) : k;
+            int32_t quant = quants[at / 4 * GROUP * 4 + at % 4];
+            if (L::IS_FOUR) quant = k < BLOCK / 2 ? quant & 15 : quant >> 4;
+            if (KIND == FOUR_BITS_MINIMUM)
+                weights[k] = quant * first + second;
+            else
+                weights[k] = (quant - (L::IS_FOUR ? 8 : 128)) *
+                             (KIND == EIGHT_BITS_HALVES && k >= BLOCK / 2 ? second : first);
+        }
+        for (int64_t k = 0; k < BLOCK; k += W) store(out + k, load(weights + k));
+    }
+}
+
+template <class T>
+static void quantized_rows(const QuantizedPlan& plan, const int64_t* places, int64_t num_rows, T* out) {
+    const QuantizedMatrix& matrix = plan.matrices[0];
+    auto make = matrix.kind == FOUR_BITS           ? make_row<FOUR_BITS, T>
+                : matrix.kind == FOUR_BITS_MINIMUM ? make_row<FOUR_BITS_MINIMUM, T>
+                : matrix.kind == EIGHT_BITS        ? make_row<EIGHT_BITS, T>
+                                                   : make_row<EIGHT_BITS_HALVES, T>;
+    for (int64_t i = 0; i < num_rows; i++)
+        make(matrix, places[i], plan.num_columns / BLOCK, out + i * plan.num_columns);
 }
 
 }  // namespace STAGELINE_VARIANT
