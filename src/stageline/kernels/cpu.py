@@ -72,7 +72,7 @@ class CpuKernels:
 
     @property
     def has_fast_linear(self) -> bool:
-        """Whether `linear` beats torch's and oneDNN's; only vectors wide enough for that do."""
+        """Whether `gemm` beats torch's and oneDNN's; only vectors wide enough for that do."""
         return self.variant != "portable"
 
     def rms_norm(

@@ -19,7 +19,7 @@ from stageline.kernels.huge_pages import HugePages
 PANEL = 32
 
 # Of one core, roughly: they only tell whether work is worth sharing.
-_READ_BYTES_PER_S, _FLOPS_PER_S, _WORTH_A_THREAD_S = 25e9, 200e9, 50e-6
+_READ_BYTES_PER_S, _FLOPS_PER_S, _WORTH_A_THREAD_S = 25e9, 200e9, 400e-6
 
 SIGNATURES: dict[str, list[type[Any]]] = {
     "gemm": [c_void_p] * 4 + [c_int64] * 4 + [c_int32] * 2,
