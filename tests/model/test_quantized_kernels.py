@@ -203,6 +203,22 @@ def test_the_largest_is_the_first_of_the_largest_results(kernels: QuantizedKerne
         assert QuantizedProduct(kernels, [matrix]).largest(torch.zeros(2, 512)).tolist() == [0, 0]
 
 
+def test_threads_that_share_the_work_do_not_change_a_bit(kernels: QuantizedKernels | None) -> None:
+    if kernels is None:
+        pytest.skip("torch's matmul does not promise it")
+    matrix, other = packed("Q4_1", 1990, 2048)[0], packed("Q8_0", 1990, 2048)[0]
+    x = noise(90, 2048).bfloat16()
+    both, head = QuantizedProduct(kernels, [matrix, other]), QuantizedProduct(kernels, [other])
+    alone = both.linear(x, torch.float32), both.gated(x), head.largest(x)
+    try:
+        torch.set_num_threads(3)
+        shared = both.linear(x, torch.float32), both.gated(x), head.largest(x)
+    finally:
+        torch.set_num_threads(1)
+    for one, many in zip(alone, shared, strict=True):
+        assert torch.equal(one, many)
+
+
 def test_a_scale_beyond_float16_is_not_packed() -> None:
     blocks = random_blocks("Q4_K", 4, 256, 1.0)
     blocks[2, 0:2] = np.array([60000.0], dtype=np.float16).view(np.uint8)
