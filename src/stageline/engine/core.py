@@ -42,7 +42,7 @@ class EngineCore:
         return self._scheduler.abort(request_id, self._clock.now_s())
 
     def step(self) -> list[RequestUpdate]:
-        """Fill the window, then wait for one result and apply it.
+        """Fill the window, wait for one result, apply it, and fill the window again.
 
         Raises: WorkerLost if a stage is gone; the pipeline is closed then.
         """
@@ -56,7 +56,10 @@ class EngineCore:
             return []
         result = self._executor.wait()
         microbatch = self._in_flight.completed(result)
-        return self._scheduler.completed(microbatch, result, self._clock.now_s())
+        updates = self._scheduler.completed(microbatch, result, self._clock.now_s())
+        # The stages get their next work before the caller turns the news into text.
+        self._fill_window()
+        return updates
 
     def _fill_window(self) -> None:
         self._in_flight.window = self._scheduler.window
