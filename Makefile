@@ -1,5 +1,5 @@
 # demo, test and check on a fresh clone. Everything is installed into .venv; a stamp file per set of packages skips the
-# installation until pyproject.toml changes, so after the first time no network is needed.
+# installation until pyproject.toml or setup.py changes, so after the first time no network is needed.
 
 PYTHON ?= python3
 VENV := .venv
@@ -21,20 +21,20 @@ check: $(VENV)/installed-check
 	$(BIN)/python -m pytest -q tests/architecture
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info
+	rm -rf $(VENV) build dist src/*.egg-info src/stageline/kernels/prebuilt-*.so
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: pyproject.toml | $(BIN)/python
+$(VENV)/installed: pyproject.toml setup.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e .
 	touch $@
 
-$(VENV)/installed-test: pyproject.toml | $(BIN)/python
+$(VENV)/installed-test: pyproject.toml setup.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[test]'
 	touch $@
 
-$(VENV)/installed-check: pyproject.toml | $(BIN)/python
+$(VENV)/installed-check: pyproject.toml setup.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[test,check]'
 	touch $@
 

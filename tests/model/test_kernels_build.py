@@ -1,19 +1,23 @@
-"""Kernels are compiled once, for one user, by one process at a time; whoever has no compiler computes with torch."""
+"""Kernels are compiled once, by the package's installation or at first use; who has no compiler computes with torch."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from stageline import kernels
 from stageline.errors import ConfigError
 from stageline.kernels import build
+from tests.architecture.source_tree import ROOT
 
 # Stands in for a compiler: says its version, notes every call, and writes a file where the output belongs.
 COMPILER = """#!/bin/sh
@@ -33,11 +37,13 @@ exit 1
 
 
 class Machine:
-    """A directory of compilers, which is all of PATH, and a place for the cache."""
+    """A directory of compilers, which is all of PATH, a place for the cache, and a package without a library."""
 
     def __init__(self, directory: Path) -> None:
         self.bin, self.cache, self.calls = directory / "bin", directory / "cache" / "stageline", directory / "calls"
+        self.package = directory / "package"
         self.bin.mkdir()
+        self.package.mkdir()
 
     def install(self, program: str, name: str = "c++") -> None:
         (self.bin / name).write_text(program)
@@ -54,6 +60,7 @@ class Machine:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine(tmp_path)
+    monkeypatch.setattr(build, "PACKAGE", made.package)
     monkeypatch.setenv("PATH", str(made.bin))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return made
@@ -97,9 +104,11 @@ def test_another_compiler_or_source_makes_another_library(
 def test_processes_that_start_together_compile_once(machine: Machine) -> None:
     machine.install_working()
     program = (
+        "import pathlib\n"
         "from stageline.config.environment import cache_directory\n"
-        "from stageline.kernels.build import build_library\n"
-        "print(build_library(cache_directory()))"
+        "from stageline.kernels import build\n"
+        f"build.PACKAGE = pathlib.Path({str(machine.package)!r})\n"
+        "print(build.build_library(cache_directory()))"
     )
     command, environment = [sys.executable, "-c", program], dict(os.environ)
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) for _ in range(3)]
@@ -125,6 +134,86 @@ def test_without_a_working_library_the_log_says_so_once_and_torch_computes(
     monkeypatch.setattr(logging.getLogger("stageline"), "propagate", True)
     assert kernels.load_kernels.__wrapped__("auto") is None
     assert [record.levelname for record in caplog.records if "torch computes instead" in record.message] == ["WARNING"]
+
+
+def _put_library(path: Path) -> None:
+    """Any library that can be loaded."""
+    shutil.copy(msgspec._core.__file__, path)
+
+
+def test_the_packages_library_is_taken_without_a_compiler(machine: Machine) -> None:
+    _put_library(build.packaged_library())
+    assert build.build_library(machine.cache) == build.packaged_library()
+    assert not machine.cache.exists()
+
+
+def test_the_packages_library_is_left_when_the_sources_change(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.install_working()
+    _put_library(build.packaged_library())
+    shutil.copytree(build.SOURCE, tmp_path / "source")
+    (tmp_path / "source" / "rows.h").write_text("int x;")
+    monkeypatch.setattr(build, "SOURCE", tmp_path / "source")
+    assert build.build_library(machine.cache).parent == machine.cache
+
+
+def test_a_packages_library_that_cannot_be_loaded_is_compiled_again(machine: Machine) -> None:
+    machine.install_working()
+    build.packaged_library().write_text("for another system")
+    assert build.build_library(machine.cache).parent == machine.cache
+
+
+@pytest.fixture
+def source_tree(tmp_path: Path) -> Path:
+    """What the package is built from, as far as the kernels are concerned."""
+    tree = tmp_path / "tree"
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "src/stageline/__init__.py"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    package = Path("src", "stageline", "kernels")
+    shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return tree
+
+
+def _build(kind: str, tree: Path) -> list[str]:
+    """Build a wheel of `kind` as pip does. Returns: the libraries in it."""
+    command = [sys.executable, "-c", f"from setuptools.build_meta import {kind}; {kind}('dist')"]
+    run = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    [wheel] = (tree / "dist").glob("*.whl")
+    return [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+
+
+def _packaged(tree: Path) -> list[str]:
+    return [path.name for path in (tree / "src" / "stageline" / "kernels").glob("*.so")]
+
+
+def test_a_wheel_has_the_library_of_its_sources_and_no_other(machine: Machine, source_tree: Path) -> None:
+    machine.install_working()
+    old = source_tree / "src" / "stageline" / "kernels" / "prebuilt-of-other-sources.so"
+    old.write_text("")
+    assert _build("build_wheel", source_tree) == [f"stageline/kernels/{build.packaged_library().name}"]
+    assert _packaged(source_tree) == [old.name]
+
+
+def test_an_editable_installation_compiles_into_the_source_tree_once(machine: Machine, source_tree: Path) -> None:
+    machine.install_working()
+    for _ in range(2):
+        (source_tree / "src" / "stageline" / "kernels" / "prebuilt-of-other-sources.so").write_text("")
+        assert _build("build_editable", source_tree) == []
+        assert _packaged(source_tree) == [build.packaged_library().name]
+    assert machine.num_libraries_linked == 1
+
+
+@pytest.mark.parametrize("kind", ["build_wheel", "build_editable"])
+@pytest.mark.parametrize("compiler", [None, BROKEN])
+def test_the_package_is_built_without_a_working_compiler(
+    machine: Machine, source_tree: Path, kind: str, compiler: str | None
+) -> None:
+    if compiler is not None:
+        machine.install(compiler)
+    assert _build(kind, source_tree) == [] == _packaged(source_tree)
 
 
 def test_an_unknown_choice_is_refused_with_the_known_ones() -> None:

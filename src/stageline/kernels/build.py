@@ -1,12 +1,13 @@
-"""Compiles the kernels at first use into a cache directory, and finds them there afterwards.
+"""Finds the compiled kernels: in the package, where its installation put them, or in a cache that first use fills.
 
-One idea: the library's name is a hash of everything that goes into it (sources, flags, compiler), so it is never out of
-date; it is compiled under another name and renamed when complete, so it is never seen half-made. Processes that start
-together wait for the first one's compiler instead of starting their own.
+One idea: the library's name is a hash of what goes into it, so it is never out of date; it is compiled under another
+name and renamed when complete, so it is never seen half-made. Processes that start together wait for the first one's
+compiler instead of starting their own. setup.py loads this file by its path, so it needs the standard library only.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import logging
@@ -22,7 +23,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).parent / "source"
+PACKAGE = Path(__file__).parent
+SOURCE = PACKAGE / "source"
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-pthread")
 _X86_VARIANTS = {
@@ -47,25 +49,43 @@ def variant_flags() -> dict[str, tuple[str, ...]]:
 
 
 def build_library(cache_directory: Path) -> Path:
-    """The shared library of all variants, compiled now if it is not in the cache yet.
+    """The shared library of all variants: the package's own, or the cache's, compiled now if it is in neither.
 
     Args:
         cache_directory: made, for this user alone, if missing.
     Raises: KernelBuildError if there is no compiler, it fails, or the directory cannot be used safely.
     """
+    packaged = packaged_library()
+    if packaged.exists() and _can_load(packaged):
+        return packaged
     compiler = find_compiler()
     try:
         _make_private(cache_directory)
-        library = cache_directory / f"kernels-{_fingerprint(compiler)}.so"
+        library = cache_directory / f"kernels-{_fingerprint(compiler, _version(compiler))}.so"
         if library.exists():
             return library
         with _lock(cache_directory / "lock"):
             if not library.exists():
                 logger.info("compiling the CPU kernels with %s, once; this takes some seconds", compiler)
-                _compile(compiler, library)
+                compile_library(compiler, library)
         return library
     except OSError as error:
         raise KernelBuildError(f"cannot write to {cache_directory}: {error}") from error
+
+
+def packaged_library() -> Path:
+    """Where the package has its library if it was compiled from these sources, for this kind of machine."""
+    return PACKAGE / f"prebuilt-{_fingerprint()}.so"
+
+
+def compile_library(compiler: str, library: Path) -> None:
+    """Compile all variants into `library`, whose directory exists. Raises: KernelBuildError, OSError."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        objects = Path(directory)
+        _run_all(_compile_commands(compiler, objects))
+        linked = objects / "linked.so"
+        _run_all([[compiler, "-shared", "-pthread", "-Wl,-s", *map(str, objects.glob("*.o")), "-o", str(linked)]])
+        linked.replace(library)
 
 
 def find_compiler() -> str:
@@ -84,9 +104,22 @@ def _make_private(directory: Path) -> None:
         raise KernelBuildError(f"{directory} must belong to this user and be writable by nobody else: chmod 700")
 
 
-def _fingerprint(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_COMPILER_LIMIT_S)
-    digest = hashlib.sha256(repr((compiler, version.stdout, platform.machine(), _FLAGS, variant_flags())).encode())
+def _can_load(library: Path) -> bool:
+    """A package may have been built on a newer system than this one."""
+    try:
+        ctypes.CDLL(str(library))
+    except OSError as error:
+        logger.info("the package's compiled CPU kernels cannot be loaded here: %s", error)
+        return False
+    return True
+
+
+def _version(compiler: str) -> bytes:
+    return subprocess.run([compiler, "--version"], capture_output=True, timeout=_COMPILER_LIMIT_S).stdout
+
+
+def _fingerprint(*compiler: object) -> str:
+    digest = hashlib.sha256(repr((compiler, platform.machine(), _FLAGS, variant_flags())).encode())
     for source in sorted(SOURCE.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     return digest.hexdigest()[:24]
@@ -100,20 +133,16 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: str, library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-        objects = Path(directory)
-        commands = []
-        for source in sorted(SOURCE.glob("*.cpp")):
-            variants = {"": ()} if source.stem == "supported" else variant_flags()
-            for variant, flags in variants.items():
-                names = [f"-DSTAGELINE_VARIANT={variant}", f"-DSTAGELINE_{variant.upper()}"] if variant else []
-                target = objects / f"{source.stem}-{variant}.o"
-                commands.append([compiler, *_FLAGS, *flags, *names, "-c", str(source), "-o", str(target)])
-        _run_all(commands)
-        linked = objects / "linked.so"
-        _run_all([[compiler, "-shared", "-pthread", "-Wl,-s", *map(str, objects.glob("*.o")), "-o", str(linked)]])
-        linked.replace(library)
+def _compile_commands(compiler: str, objects: Path) -> list[list[str]]:
+    """One command per source and variant; each makes one file in `objects`."""
+    commands = []
+    for source in sorted(SOURCE.glob("*.cpp")):
+        variants = {"": ()} if source.stem == "supported" else variant_flags()
+        for variant, flags in variants.items():
+            names = [f"-DSTAGELINE_VARIANT={variant}", f"-DSTAGELINE_{variant.upper()}"] if variant else []
+            target = objects / f"{source.stem}-{variant}.o"
+            commands.append([compiler, *_FLAGS, *flags, *names, "-c", str(source), "-o", str(target)])
+    return commands
 
 
 def _run_all(commands: list[list[str]]) -> None:
