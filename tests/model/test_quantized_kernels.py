@@ -206,12 +206,13 @@ def test_the_largest_is_the_first_of_the_largest_results(kernels: QuantizedKerne
 def test_threads_that_share_the_work_do_not_change_a_bit(kernels: QuantizedKernels | None) -> None:
     if kernels is None:
         pytest.skip("torch's matmul does not promise it")
-    matrix, other = packed("Q4_1", 1990, 2048)[0], packed("Q8_0", 1990, 2048)[0]
+    matrix, other = packed("Q4_1", 3990, 2048)[0], packed("Q8_0", 3990, 2048)[0]
     x = noise(90, 2048).bfloat16()
     both, head = QuantizedProduct(kernels, [matrix, other]), QuantizedProduct(kernels, [other])
     alone = both.linear(x, torch.float32), both.gated(x), head.largest(x)
     try:
         torch.set_num_threads(3)
+        assert both._num_parts(len(x)) == head._num_parts(len(x)) == 3, "there is not enough work to share"
         shared = both.linear(x, torch.float32), both.gated(x), head.largest(x)
     finally:
         torch.set_num_threads(1)

@@ -101,11 +101,13 @@ def test_every_type_beside_every_other_is_close_to_the_dequantised_model(mixed_m
     assert 1e-4 < relative_error(found, exact) < 0.04
 
 
-def test_depth_and_chunks_do_not_change_a_bit_of_quantised_products(mixed_model: Path) -> None:
+@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="oneDNN multiplies what is not quantised, in its own way")
+def test_depth_and_chunks_do_not_change_a_bit(mixed_model: Path) -> None:
     tokens = sequence(1, 40)
-    whole = logits_of(mixed_model, cut(3), tokens, [40], keeps_quantized=True)
-    cut_up = logits_of(mixed_model, cut(1, 1, 1), tokens, [7, 30, 1, 1, 1], keeps_quantized=True)
-    torch.testing.assert_close(cut_up, whole, rtol=1e-4, atol=1e-4)
+    options = {"dtype": torch.bfloat16, "keeps_quantized": True}
+    whole = logits_of(mixed_model, cut(3), tokens, [40], **options)
+    cut_up = logits_of(mixed_model, cut(1, 1, 1), tokens, [7, 30, 1, 1, 1], **options)
+    assert torch.equal(cut_up, whole)
 
 
 def test_kept_types_stay_quantised_and_memory_is_what_the_report_says(mixed_model: Path) -> None:

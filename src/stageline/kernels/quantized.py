@@ -25,7 +25,7 @@ _NUM_GROUPS, _STEPS = _PANEL // _GROUP, BLOCK // _AT_ONCE
 _RUN_ELEMENTS = 2**22
 
 # Of one core, roughly: they only tell whether work is worth sharing.
-_READ_BYTES_PER_S, _PRODUCTS_PER_S, _WORTH_A_THREAD_S = 25e9, 150e9, 50e-6
+_READ_BYTES_PER_S, _PRODUCTS_PER_S, _WORTH_A_THREAD_S = 25e9, 150e9, 400e-6
 
 # A row of activations and what is known of its blocks must fit into the kernel's scratch.
 MAX_COLUMNS = 128 * 1024
