@@ -23,12 +23,11 @@ IMPORTS: dict[str, set[str]] = {
     "engine": {"executor", "scheduler", "kv", "pipeline"},
     "cli": {"engine"},
     "kernels": {"pipeline"},
-    "parallel": {"pipeline"},
-    "attention": {"kernels", "parallel", "pipeline"},
-    "layers": {"attention", "kernels", "parallel", "pipeline"},
-    "models": {"layers", "attention", "kernels", "parallel", "pipeline"},
-    "weights": {"layers", "kernels", "parallel", "pipeline"},
-    "worker": {"models", "weights", "layers", "attention", "kernels", "parallel", "pipeline", "links"},
+    "attention": {"kernels", "pipeline"},
+    "layers": {"attention", "kernels", "pipeline"},
+    "models": {"layers", "attention", "kernels", "pipeline"},
+    "weights": {"layers", "kernels", "pipeline"},
+    "worker": {"models", "weights", "layers", "attention", "kernels", "pipeline", "links"},
     "__init__": {"engine"},
     "__main__": {"cli"},
 }
@@ -43,4 +42,4 @@ EXCEPTIONS = {
 # The executor reaches the worker from inside a function only, so the engine's process never loads torch.
 LAZY_IMPORTS = {("executor", "worker")}
 
-TORCH_ROOMS = {"kernels", "parallel", "attention", "layers", "models", "weights", "worker"}
+TORCH_ROOMS = {"kernels", "attention", "layers", "models", "weights", "worker"}

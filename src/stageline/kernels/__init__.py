@@ -1,4 +1,4 @@
-"""The CPU's hot loops in C++, compiled at installation or at first use. Whoever finds no library here uses torch instead.
+"""The CPU's hot loops in C++, compiled at installation or at first use. Whoever finds no library here uses torch.
 
 One place decides: `library(x)` gives the kernels that can take a tensor, or None.
 """
