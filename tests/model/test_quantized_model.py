@@ -101,7 +101,9 @@ def test_every_type_beside_every_other_is_close_to_the_dequantised_model(mixed_m
     assert 1e-4 < relative_error(found, exact) < 0.04
 
 
-@pytest.mark.skipif(torch.cpu._is_amx_tile_supported(), reason="oneDNN multiplies what is not quantised, in its own way")
+@pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(), reason="oneDNN multiplies what is not quantised, in its own way"
+)
 def test_depth_and_chunks_do_not_change_a_bit(mixed_model: Path) -> None:
     tokens = sequence(1, 40)
     options = {"dtype": torch.bfloat16, "keeps_quantized": True}
