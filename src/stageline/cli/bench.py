@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from stageline.cli.bench_report import BenchReport, format_bench_report
-from stageline.cli.opening import OpenLLM, SubParsers, add_command, check_can_write, open_llm, read_prompts
-from stageline.cli.sampling_flags import add_sampling_flags, sampling_params_from_args
+from stageline.cli.opening import OpenLLM, SubParsers, add_command, check_can_write, open_llm, read_prompts, written
+from stageline.cli.sampling_flags import add_sampling_flags, check_sampling_flags, sampling_params_from_args
 from stageline.config.engine_config import EngineConfig
 from stageline.config.flags import add_engine_flags, engine_config_from_args
 from stageline.errors import ConfigError
@@ -108,8 +108,7 @@ def run_throughput(args: argparse.Namespace, open_llm: OpenLLM = open_llm) -> in
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         end_s = llm.clock.now_s()
         spans = llm.spans(start_s)
-    _finish(args, config, "throughput", outputs, [end_s - start_s], spans)
-    return 0
+    return _finish(args, config, "throughput", outputs, [end_s - start_s], spans)
 
 
 def run_latency(args: argparse.Namespace, open_llm: OpenLLM = open_llm) -> int:
@@ -128,8 +127,7 @@ def run_latency(args: argparse.Namespace, open_llm: OpenLLM = open_llm) -> int:
             outputs += llm.generate(prompts, params, use_tqdm=False)
             batch_times_s.append(llm.clock.now_s() - start_s)
         spans = llm.spans(first_s)
-    _finish(args, config, "latency", outputs, batch_times_s, spans)
-    return 0
+    return _finish(args, config, "latency", outputs, batch_times_s, spans)
 
 
 class RandomPrompts:
@@ -164,6 +162,9 @@ def _checked_config(args: argparse.Namespace, *lowest: tuple[str, int]) -> Engin
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {smallest}")
     check_can_write("--output", args.output)
     check_can_write("--timeline", args.timeline)
+    if args.output is not None and args.output == args.timeline:
+        raise ConfigError(f"--output and --timeline are both {args.output}; give two files")
+    check_sampling_flags(args)
     return engine_config_from_args(args)
 
 
@@ -180,12 +181,20 @@ def _finish(
     outputs: list[RequestOutput],
     batch_times_s: list[float],
     spans: list[Span],
-) -> None:
+) -> int:
+    """Print and write what was measured. Returns: the exit status, 1 if a file could not be written."""
     report = BenchReport(mode, config, outputs, batch_times_s, analyse(spans, config.pipeline_parallel_size))
     print(format_bench_report(report))
+    status = 0
     if args.output:
-        Path(args.output).write_bytes(msgspec.json.format(msgspec.json.encode(report.as_json())) + b"\n")
-        print(f"result: {args.output}")
+        result = msgspec.json.format(msgspec.json.encode(report.as_json())) + b"\n"
+        if written("--output", args.output, lambda: Path(args.output).write_bytes(result)):
+            print(f"result: {args.output}")
+        else:
+            status = 1
     if args.timeline:
-        write_chrome_trace(args.timeline, spans)
-        print(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
+        if written("--timeline", args.timeline, lambda: write_chrome_trace(args.timeline, spans)):
+            print(f"timeline: {args.timeline} (opens in ui.perfetto.dev)")
+        else:
+            status = 1
+    return status

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from stageline.cli.opening import OpenLLM, SubParsers, add_command, open_llm
-from stageline.cli.sampling_flags import add_sampling_flags, sampling_params_from_args
+from stageline.cli.sampling_flags import add_sampling_flags, check_sampling_flags, sampling_params_from_args
 from stageline.config.flags import add_engine_flags, engine_config_from_args
 from stageline.errors import RequestError
 from stageline.sampling import SamplingParams
@@ -44,6 +44,7 @@ def add_parser(commands: SubParsers) -> None:
 
 def run(args: argparse.Namespace, open_llm: OpenLLM = open_llm) -> int:
     config = engine_config_from_args(args)
+    check_sampling_flags(args)
     with open_llm(config) as llm:
         params = sampling_params_from_args(args, llm.default_sampling_params())
         conversation = Conversation(llm, params, args.system)

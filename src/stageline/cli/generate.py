@@ -10,7 +10,7 @@ from typing import TextIO
 import msgspec
 
 from stageline.cli.opening import OpenLLM, SubParsers, add_command, open_llm, read_prompts
-from stageline.cli.sampling_flags import add_sampling_flags, sampling_params_from_args
+from stageline.cli.sampling_flags import add_sampling_flags, check_sampling_flags, sampling_params_from_args
 from stageline.config.flags import add_engine_flags, engine_config_from_args
 from stageline.errors import ConfigError
 from stageline.outputs import RequestOutput
@@ -35,6 +35,7 @@ def add_parser(commands: SubParsers) -> None:
 
 def run(args: argparse.Namespace, open_llm: OpenLLM = open_llm) -> int:
     config = engine_config_from_args(args)
+    check_sampling_flags(args)
     prompts: list[str] = [*args.prompt, *(read_prompts(args.prompt_file) if args.prompt_file else [])]
     if not prompts:
         raise ConfigError("no prompt; give --prompt TEXT or --prompt-file FILE")

@@ -7,13 +7,13 @@ Exit status: 0 done; 1 the run failed; 2 the command line, the configuration or 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
 from stageline import __version__
-from stageline.cli import bench, chat, generate
 from stageline.errors import ConfigError, RequestError, StagelineError
 from stageline.log import set_up_logging
 
@@ -31,6 +31,9 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
+    # Imported here, where an early Ctrl-C is already handled.
+    from stageline.cli import bench, chat, generate
+
     parser = CommandParser(
         prog="stageline",
         description="Run large language models through a pipeline of stages.",
@@ -54,9 +57,14 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes once more when it exits, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        print("stageline: error: the output cannot be written: no space left", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _run(argv: list[str] | None) -> int:
@@ -68,6 +76,11 @@ def _run(argv: list[str] | None) -> int:
     finally:
         # Flushed here, where a broken pipe is still handled, `--help` included.
         sys.stdout.flush()
+
+
+def _discard_output() -> None:
+    """The interpreter flushes once more when it exits, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -56,6 +56,16 @@ def read_prompts(path: str) -> list[str]:
     return prompts
 
 
+def written(flag: str, path: str, write: Callable[[], object]) -> bool:
+    """Whether `write` could write the file of `flag`; if not, a line on stderr says why."""
+    try:
+        write()
+    except OSError as error:
+        print(f"stageline: error: {flag} {path} cannot be written: {error.strerror or error}", file=sys.stderr)
+        return False
+    return True
+
+
 def check_can_write(flag: str, path: str | None) -> None:
     """Refuse a result file that could not be written, before the run that it is for. Raises: ConfigError."""
     if path is None:

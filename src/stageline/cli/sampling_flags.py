@@ -55,6 +55,17 @@ def sampling_params_from_args(args: argparse.Namespace, base: SamplingParams) ->
     return msgspec.structs.replace(base, **{name: value for name, value in vars(args).items() if name in names})
 
 
+def check_sampling_flags(args: argparse.Namespace) -> None:
+    """Refuse, before a model is loaded, what no model could do; token ids are checked later, against the vocabulary.
+
+    Raises: RequestError.
+    """
+    params = sampling_params_from_args(args, SamplingParams())
+    ids = dict.fromkeys(("logit_bias", "stop_token_ids", "allowed_token_ids"))
+    # `ignore_eos` may still be undecided.
+    msgspec.structs.replace(params, ignore_eos=False, **ids).validate(vocab_size=1)
+
+
 def _add_list_flag(group: argparse._ArgumentGroup, field: FlagField, default: Any) -> None:
     metavar, note, options = _LIST_FLAGS[field.name]
     group.add_argument(
