@@ -43,7 +43,9 @@ def main() -> None:
         elapsed_s = llm.clock.now_s() - start_s
         report = analyse(llm.spans(start_s), NUM_STAGES)
     for question, output in zip(QUESTIONS, outputs, strict=True):
-        print(f"\n> {question}\n{output.outputs[0].text.strip()}")
+        answer = output.outputs[0]
+        cut = " [...]" if answer.finish_reason == "length" else ""
+        print(f"\n> {question}\n{answer.text.strip()}{cut}")
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
     print(f"\n{num_tokens} tokens in {elapsed_s:.2f} s: {num_tokens / elapsed_s:.1f} tokens/s")
     print(format_report(report))
@@ -54,3 +56,5 @@ if __name__ == "__main__":
         main()
     except StagelineError as error:
         sys.exit(f"demo: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
