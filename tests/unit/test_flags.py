@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -77,10 +78,17 @@ def test_a_value_that_cannot_work_is_refused() -> None:
         ({"bind_cores": 1}, "--bind-cores is 1; it must be of type bool"),
         ({"model": None}, "--model is None; it must be of type str"),
         ({"max_model_len": 1}, "--max-model-len is 1; it must be an integer of at least 2"),
+        ({"heartbeat_timeout_s": 0.09}, "--heartbeat-timeout-s is 0.09; it must be at least 0.1 seconds"),
+        ({"heartbeat_timeout_s": math.nan}, "--heartbeat-timeout-s is nan; it must be at least 0.1 seconds"),
+        ({"model": ""}, "the model's name is empty; give a Hugging Face directory, a GGUF file, or a name on the hub"),
+        (
+            {"pp_layer_partition": " "},
+            "--pp-layer-partition is empty; give the layers of each stage, such as 16,14, or leave it out",
+        ),
     ],
     ids=str,
 )
-def test_a_setting_of_the_wrong_type_is_refused_in_words(setting: dict[str, Any], words: str) -> None:
+def test_a_setting_that_can_never_work_is_refused_in_words(setting: dict[str, Any], words: str) -> None:
     """Python code is not checked by a parser of flags."""
     with pytest.raises(ConfigError) as refused:
         EngineConfig(**{"model": "m", **setting}).check()

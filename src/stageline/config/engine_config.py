@@ -14,6 +14,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTORS = ("multi_process", "in_process")
 QUANTIZATIONS = ("none", "int8")
+# A shorter silence is nothing unusual on a busy machine.
+SHORTEST_HEARTBEAT_TIMEOUT_S = 0.1
 
 
 def setting(
@@ -109,6 +111,14 @@ class EngineConfig:
     def check(self) -> EngineConfig:
         """Return self, or raise ConfigError naming the first setting that cannot work."""
         self._check_types()
+        if not self.model:
+            raise ConfigError(
+                "the model's name is empty; give a Hugging Face directory, a GGUF file, or a name on the hub"
+            )
+        if self.pp_layer_partition is not None and not self.pp_layer_partition.strip():
+            raise ConfigError(
+                "--pp-layer-partition is empty; give the layers of each stage, such as 16,14, or leave it out"
+            )
         _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         _at_least("threads_per_stage", self.threads_per_stage, 1)
         _at_least("block_size", self.block_size, 1)
@@ -138,9 +148,13 @@ class EngineConfig:
                 f"--quantization {self.quantization} multiplies on a CPU only, but --device is cuda; give --device cpu "
                 "or --quantization none"
             )
-        for name in ("heartbeat_timeout_s", "load_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{_flag(name)} is {getattr(self, name)}; it must be above 0 seconds")
+        if not self.heartbeat_timeout_s >= SHORTEST_HEARTBEAT_TIMEOUT_S:
+            raise ConfigError(
+                f"--heartbeat-timeout-s is {self.heartbeat_timeout_s}; it must be at least "
+                f"{SHORTEST_HEARTBEAT_TIMEOUT_S} seconds"
+            )
+        if not self.load_timeout_s > 0:
+            raise ConfigError(f"--load-timeout-s is {self.load_timeout_s}; it must be above 0 seconds")
         return self
 
     def _check_types(self) -> None:

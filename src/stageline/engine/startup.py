@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from stageline.errors import ConfigError
 from stageline.executor.executor import Executor, OnProgress
 from stageline.executor.in_process import InProcessExecutor
 from stageline.executor.messages import StageLoaded
-from stageline.executor.multi_process import MultiProcessExecutor
+from stageline.executor.multi_process import MultiProcessExecutor, available_cores
 from stageline.kv.kv_cache_manager import KVCacheManager
 from stageline.kv.kv_plan import KVPlan, parse_kv_cache_memory, plan_kv_cache
 from stageline.kv.kv_size import kv_bytes_per_token
@@ -73,6 +74,16 @@ def check_quantization(config: EngineConfig, checkpoint: Checkpoint) -> None:
         )
 
 
+def check_threads(config: EngineConfig) -> None:
+    """Raises: ConfigError if a stage would have more threads than there are CPU cores."""
+    num_cores = len(available_cores() or ()) or os.cpu_count()
+    if num_cores is not None and config.threads_per_stage > num_cores:
+        raise ConfigError(
+            f"--threads-per-stage is {config.threads_per_stage}, but there are {num_cores} CPU cores; "
+            f"give at most {num_cores}"
+        )
+
+
 def start_pipeline(
     config: EngineConfig, checkpoint: Checkpoint, clock: Clock, on_progress: OnProgress | None = None
 ) -> Pipeline:
@@ -82,6 +93,7 @@ def start_pipeline(
         with everything stopped again; WorkerLost if a stage dies on the way.
     """
     config.check()
+    check_threads(config)
     check_quantization(config, checkpoint)
     max_model_len = choose_max_model_len(config, checkpoint)
     num_stages = config.pipeline_parallel_size

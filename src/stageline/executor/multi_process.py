@@ -274,12 +274,15 @@ class _Running:
 
 def cores_per_stage(num_stages: int, threads_per_stage: int) -> list[list[int]] | None:
     """CPU cores for each stage, none shared; None if there are not enough, or the system does not bind."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    available = sorted(os.sched_getaffinity(0))
-    if num_stages * threads_per_stage > len(available):
+    available = available_cores()
+    if available is None or num_stages * threads_per_stage > len(available):
         return None
     return [available[index * threads_per_stage :][:threads_per_stage] for index in range(num_stages)]
+
+
+def available_cores() -> list[int] | None:
+    """The CPU cores that this process may run on; None if the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def _milliseconds(duration_s: float) -> int:

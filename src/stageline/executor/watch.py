@@ -71,8 +71,7 @@ class Watch:
         hearing_s = self._heartbeat_timeout_s - self._interval_s
         for stage_index, asked_s in enumerate(self._asked_s):
             if asked_s is not None and self._waited_s - asked_s >= hearing_s:
-                limit = f"--heartbeat-timeout-s {self._heartbeat_timeout_s:g}"
-                return stage_index, f"no sign of life for {self._waited_s - asked_s:.2f} s ({limit})"
+                return stage_index, f"no sign of life within --heartbeat-timeout-s {self._heartbeat_timeout_s:g}"
         for stage_index, progress_s in enumerate(self._progress_s):
             if progress_s is not None and self._waited_s - progress_s >= self._load_timeout_s:
                 limit = f"--load-timeout-s {self._load_timeout_s:g}"
