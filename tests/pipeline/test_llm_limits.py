@@ -148,7 +148,7 @@ def _message(role: object) -> list[dict[str, Any]]:
 
 
 REFUSED = {
-    "empty text": ({"prompts": ""}, "prompt", "the prompt is empty; give at least one token"),
+    "empty text": ({"prompts": ""}, "prompt", "^the prompt is empty; give at least one token"),
     "no tokens": ({"prompts": [[]]}, "prompt_token_ids", "the prompt is empty"),
     "unknown token": ({"prompts": [1, 2, TINY_VOCAB_SIZE]}, "prompt_token_ids", "token id 260; the model has ids 0"),
     "negative token": ({"prompts": [5, -1]}, "prompt_token_ids", "token id -1; the model has ids 0 to 259"),
@@ -161,13 +161,13 @@ REFUSED = {
     "nothing in a list": ({"prompts": ["a", None]}, "prompt", "the prompt is of type NoneType"),
     "no Unicode": ({"prompts": "a\ud800"}, "prompt", "no Unicode text"),
     "too long": ({"prompts": "x" * MAX_MODEL_LEN}, "prompt", "has 96 tokens, .* 96; shorten it to at most 95"),
-    "one bad of many": ({"prompts": ["a", "b", "", "c"]}, "prompt", "the prompt is empty"),
+    "one bad of many": ({"prompts": ["a", "b", "", "c"]}, "prompt", "^prompt 3 of 4: the prompt is empty"),
     "params of another type": ({"prompts": "a", "params": {"n": 2}}, "sampling_params", "give SamplingParams"),
     "too few params": ({"prompts": ["a", "b"], "params": [GREEDY]}, "sampling_params", "1 sampling_params for 2"),
     "one bad parameter": (
         {"prompts": ["a", "b"], "params": [GREEDY, SamplingParams(temperature=-1.0)]},
         "temperature",
-        "temperature is -1.0; it must be between 0 and 100",
+        "prompt 2 of 2: temperature is -1.0; it must be between 0 and 100",
     ),
     "unknown stop token": (
         {"prompts": "a", "params": SamplingParams(stop_token_ids=[260])},
@@ -257,7 +257,8 @@ def test_the_whole_kv_cache_can_be_one_request_s_and_a_token_more_is_refused(sma
         SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         for max_tokens in (room_tokens, room_tokens + 1)
     )
-    with pytest.raises(RequestError, match=r"50 prompt tokens and max_tokens 16 need 5 KV cache blocks .* 4; lower"):
+    needs = r"prompt 2 of 2: 50 prompt tokens and max_tokens 16 need 5 KV cache blocks .* 4; lower"
+    with pytest.raises(RequestError, match=needs):
         small_llm.generate([prompt, prompt], [fits, too_much])
     outputs = small_llm.generate([prompt, "beside"], [fits, GREEDY])
     assert outputs[0].outputs[0].token_ids == reference_greedy(reference, prompt, room_tokens)

@@ -14,7 +14,7 @@ from stageline.errors import RequestError
 from stageline.sampling import MAX_SEED, SamplerSpec, SamplingParams
 from tests.unit.byte_tokenizer import EOS_TOKEN_ID, STOP_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
-MAX_MODEL_LEN = 20
+MAX_MODEL_LEN = 20  # of the model itself
 SPEC = ModelSpec(
     family="llama",
     num_layers=1,
@@ -57,7 +57,7 @@ def test_text_is_encoded_and_token_ids_are_taken_as_they_are() -> None:
         ([-1], "prompt_token_ids", "-1"),
         ([1.0], "prompt_token_ids", "1.0"),
         ([True], "prompt_token_ids", "True"),
-        ("x" * MAX_MODEL_LEN, "prompt", "20 tokens.*at most 19"),
+        ("x" * MAX_MODEL_LEN, "prompt", "20 tokens.*at most 19 tokens$"),
         ([1] * 500, "prompt_token_ids", "500 tokens"),
         ("\ud800", "prompt", "Unicode"),
     ],
@@ -66,6 +66,12 @@ def test_a_prompt_that_cannot_be_served_is_refused(prompt: str | list[int], fiel
     with pytest.raises(RequestError, match=message) as caught:
         _processor().process("R", prompt, SamplingParams(), 0.0)
     assert caught.value.field == field
+
+
+def test_only_a_length_below_the_model_s_can_be_raised() -> None:
+    shorter = InputProcessor(SPEC, byte_tokenizer(), MAX_MODEL_LEN - 1, 0, GenerationDefaults())
+    with pytest.raises(RequestError, match=r"19 tokens.*at most 18 tokens or raise --max-model-len$"):
+        shorter.process("R", "x" * 19, SamplingParams(), 0.0)
 
 
 def test_wrong_parameters_are_refused() -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from stageline.clock import Clock
 from stageline.engine.core import EngineCore
 from stageline.engine.input_processor import InputProcessor
 from stageline.engine.output_processor import OutputProcessor
+from stageline.errors import RequestError
 from stageline.outputs import RequestOutput
 from stageline.sampling import SamplingParams
 
@@ -35,19 +37,21 @@ class Frontend:
         """Queue all or none. Returns: the request ids. Raises: RequestError if one of them cannot be served."""
         self._forget_abandoned()
         prepared = []
-        for prompt, its_params in zip(prompts, params, strict=True):
+        for index, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
             request_id = str(next(self._next_request))
-            engine_requests = self._inputs.process(request_id, prompt, its_params, self._clock.now_s())
+            with _errors_that_name_the_prompt(index, len(prompts)):
+                engine_requests = self._inputs.process(request_id, prompt, its_params, self._clock.now_s())
             prepared.append((request_id, prompt, its_params, engine_requests))
         submitted: list[str] = []
         try:
-            for request_id, prompt, its_params, engine_requests in prepared:
+            for index, (request_id, prompt, its_params, engine_requests) in enumerate(prepared):
                 text = prompt if isinstance(prompt, str) else None
                 token_ids = engine_requests[0].prompt_token_ids
                 submitted.append(request_id)
                 self._outputs.add(request_id, text, token_ids, its_params, engine_requests, is_streamed)
-                for engine_request in engine_requests:
-                    self._core.add(engine_request)
+                with _errors_that_name_the_prompt(index, len(prompts)):
+                    for engine_request in engine_requests:
+                        self._core.add(engine_request)
         except BaseException:
             self.abort(submitted)
             raise
@@ -86,3 +90,14 @@ class Frontend:
     def _forget_abandoned(self) -> None:
         while self._abandoned:
             self.abort([self._abandoned.popleft()])
+
+
+@contextmanager
+def _errors_that_name_the_prompt(index: int, num_prompts: int) -> Iterator[None]:
+    """Say which of several prompts a RequestError is about."""
+    try:
+        yield
+    except RequestError as error:
+        if num_prompts == 1:
+            raise
+        raise RequestError(f"prompt {index + 1} of {num_prompts}: {error}", error.field) from error

@@ -127,9 +127,11 @@ class InputProcessor:
                 )
         longest = self._max_model_len - 1
         if len(token_ids) > longest:
+            can_be_raised = self._max_model_len < self._spec.max_position_embeddings
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens, and prompt and output together may have "
-                f"{self._max_model_len}; shorten it to at most {longest} tokens or raise --max-model-len",
+                f"{self._max_model_len}; shorten it to at most {longest} tokens"
+                + (" or raise --max-model-len" if can_be_raised else ""),
                 field,
             )
         return token_ids
