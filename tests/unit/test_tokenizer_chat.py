@@ -126,6 +126,15 @@ def test_a_template_that_does_not_compile_is_refused_at_start(tmp_path: Path) ->
         load(directory_with(tmp_path, {"chat_template": "{% if %}"}))
 
 
+def test_a_given_template_that_does_not_compile_is_refused_by_its_file(tmp_path: Path) -> None:
+    given = tmp_path / "given.jinja"
+    given.write_text("{% if %}")
+    directory = directory_with(tmp_path / "m", {"chat_template": TEMPLATE})
+    with pytest.raises(CheckpointError) as error:
+        load(directory, str(given))
+    assert str(given) in str(error.value) and str(directory) not in str(error.value)
+
+
 @pytest.mark.parametrize("messages", [[], "hi", {"role": "user"}, ["hi"], [{"content": "x"}], [{"role": 1}]])
 def test_malformed_messages_are_refused(tmp_path: Path, messages: Any) -> None:
     with pytest.raises(RequestError) as error:

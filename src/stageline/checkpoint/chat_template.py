@@ -33,7 +33,7 @@ class ChatTemplate:
 
     Args:
         source: the Jinja text.
-        origin: what to call it in messages.
+        origin: where it is from, in messages: "of a-model", "in a-file", "given as text".
     Raises: CheckpointError if it does not compile.
     """
 
@@ -48,7 +48,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise CheckpointError(
-                f"the chat template of {origin} does not compile ({error}); give another with --chat-template"
+                f"the chat template {origin} does not compile ({error}); give another with --chat-template"
             ) from error
 
     def render(

@@ -37,24 +37,26 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None, chat_te
         directory = origin if origin.is_dir() else origin.parent
         backend = hf_tokenizer.load_backend(origin / hf_tokenizer.TOKENIZER if origin.is_dir() else origin)
         special_tokens, templates = hf_tokenizer.special_tokens(directory), hf_tokenizer.chat_templates(directory)
-    if chat_template is not None:
-        templates = {"default": _given_template(chat_template)}
-    return Tokenizer(backend, special_tokens, templates, str(origin))
+    if chat_template is None:
+        compiled = {name: ChatTemplate(source, f"of {origin}") for name, source in templates.items()}
+    else:
+        compiled = {"default": _given_template(chat_template)}
+    return Tokenizer(backend, special_tokens, compiled, str(origin))
 
 
-def _given_template(chat_template: str) -> str:
+def _given_template(chat_template: str) -> ChatTemplate:
     if "{{" in chat_template or "{%" in chat_template:
-        return chat_template
+        return ChatTemplate(chat_template, "given as text")
     path = Path(chat_template).expanduser()
     if not path.is_file():
         raise ConfigError(f"--chat-template {chat_template} does not exist; give a file with a Jinja template")
-    return hf_tokenizer.read_text(path)
+    return ChatTemplate(hf_tokenizer.read_text(path), f"in {chat_template}")
 
 
 class Tokenizer:
     """Args:
     special_tokens: texts by name, such as "bos_token"; chat templates may use them.
-    chat_templates: Jinja texts by name; "default" is used unless "tool_use" exists and there are tools.
+    chat_templates: by name; "default" is used unless "tool_use" exists and there are tools.
     origin: what to call the checkpoint in messages.
     """
 
@@ -62,12 +64,12 @@ class Tokenizer:
         self,
         backend: tokenizers.Tokenizer,
         special_tokens: Mapping[str, str],
-        chat_templates: Mapping[str, str],
+        chat_templates: Mapping[str, ChatTemplate],
         origin: str,
     ) -> None:
         self._backend = backend
         self._special_tokens = dict(special_tokens)
-        self._templates = {name: ChatTemplate(source, origin) for name, source in chat_templates.items()}
+        self._templates = dict(chat_templates)
         self._origin = origin
 
     @property
