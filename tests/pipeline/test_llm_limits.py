@@ -4,6 +4,7 @@ queued, and the engine goes on as if nothing had been asked.
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from stageline import LLM, SamplingParams, StagelineError
+from stageline.engine import startup
 from stageline.errors import CheckpointError, ConfigError, RequestError
 from tests.tiny_models import TINY_VOCAB_SIZE, TinyModel, load_reference, reference_greedy
 
@@ -115,11 +117,34 @@ def test_the_partition_of_the_environment_is_checked_and_the_flag_wins(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,2")
-    with pytest.raises(ConfigError, match="'1,2' sums to 3"):
+    with pytest.raises(ConfigError, match="VLLM_PP_LAYER_PARTITION '1,2' sums to 3"):
         _start(model)
     settings = {"distributed_executor_backend": "in_process", "pp_layer_partition": "3,1"}
     with _start(model, **settings) as llm:
         assert "[0, 3)" in llm.startup_table() and "[3, 4)" in llm.startup_table()
+
+
+@pytest.mark.parametrize(
+    ("kv_cache_memory", "num_warnings"), [("0.3", 0), ("0.95", 0), ("0.96", 1), ("4MiB,0.99", 1)]
+)
+def test_nearly_all_memory_is_given_with_a_warning(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kv_cache_memory: str,
+    num_warnings: int,
+) -> None:
+    """Said before anything starts, so nothing needs to start here."""
+
+    class Started(Exception):
+        pass
+
+    def start(*args: Any) -> None:
+        raise Started
+
+    monkeypatch.setattr(startup, "_make_executor", start)
+    monkeypatch.setattr(logging.getLogger("stageline"), "propagate", True)
+    with caplog.at_level("INFO", "stageline"), pytest.raises(Started):
+        _start(model, kv_cache_memory=kv_cache_memory)
+    assert [r.message for r in caplog.records if r.levelname == "INFO"] == [f"loading {model} into 2 stages"]
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == num_warnings
 
 
 @pytest.mark.parametrize("backend", ["in_process", "multi_process"])

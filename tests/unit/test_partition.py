@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stageline.config.environment import pp_layer_partition
+from stageline.config.environment import Variable, pp_layer_partition
 from stageline.errors import ConfigError
 from stageline.pipeline.partition import default_layer_counts, partition_layers
 
@@ -59,7 +59,7 @@ def test_an_explicit_partition_is_taken_as_it_is():
 def test_a_wrong_partition_is_refused_with_both_numbers_and_the_way_out(asked, num_layers, num_stages, numbers):
     with pytest.raises(ConfigError) as caught:
         partition_layers(num_layers, num_stages, asked)
-    for number in [*numbers, "15,15"]:
+    for number in ["--pp-layer-partition", *numbers, "15,15"]:
         assert number in str(caught.value)
 
 
@@ -69,6 +69,7 @@ def test_fewer_layers_than_stages_is_refused():
 
 
 def test_the_variable_users_have_set_for_vllm_is_honoured_and_ours_wins():
-    assert pp_layer_partition({"VLLM_PP_LAYER_PARTITION": "16,14"}) == "16,14"
-    assert pp_layer_partition({"VLLM_PP_LAYER_PARTITION": "16,14", "STAGELINE_PP_LAYER_PARTITION": "17,13"}) == "17,13"
+    theirs, ours = Variable("VLLM_PP_LAYER_PARTITION", "16,14"), Variable("STAGELINE_PP_LAYER_PARTITION", "17,13")
+    assert pp_layer_partition({theirs.name: theirs.value}) == theirs
+    assert pp_layer_partition({theirs.name: theirs.value, ours.name: ours.value}) == ours
     assert pp_layer_partition({"VLLM_PP_LAYER_PARTITION": ""}) is None

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 
-def pp_layer_partition(environ: Mapping[str, str] = os.environ) -> str | None:
+@dataclass(frozen=True)
+class Variable:
+    """One that is set. `name` is for messages."""
+
+    name: str
+    value: str
+
+
+def pp_layer_partition(environ: Mapping[str, str] = os.environ) -> Variable | None:
     """STAGELINE_PP_LAYER_PARTITION, or VLLM_PP_LAYER_PARTITION, which users may have set already."""
-    return environ.get("STAGELINE_PP_LAYER_PARTITION") or environ.get("VLLM_PP_LAYER_PARTITION") or None
+    for name in ("STAGELINE_PP_LAYER_PARTITION", "VLLM_PP_LAYER_PARTITION"):
+        if value := environ.get(name):
+            return Variable(name, value)
+    return None
 
 
 def log_level(environ: Mapping[str, str] = os.environ) -> str:

@@ -14,7 +14,7 @@ from stageline.clock import Clock
 from stageline.config import environment
 from stageline.config.engine_config import EngineConfig
 from stageline.engine.core import EngineCore
-from stageline.engine.startup_table import format_startup_table
+from stageline.engine.startup_table import count_stages, format_startup_table
 from stageline.errors import ConfigError
 from stageline.executor.executor import Executor, OnProgress
 from stageline.executor.in_process import InProcessExecutor
@@ -30,6 +30,7 @@ from stageline.scheduler.scheduler import Scheduler, SchedulerLimits
 logger = logging.getLogger(__name__)
 
 _WIDEST_WINDOW_PER_STAGE = 4
+_USUAL_KV_CACHE_FRACTION = 0.95
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -97,9 +98,14 @@ def start_pipeline(
     check_quantization(config, checkpoint)
     max_model_len = choose_max_model_len(config, checkpoint)
     num_stages = config.pipeline_parallel_size
-    asked = config.pp_layer_partition or environment.pp_layer_partition()
-    partition = partition_layers(checkpoint.spec.num_layers, num_stages, asked)
+    partition = _partition(config, checkpoint)
     kv_memory = parse_kv_cache_memory(config.kv_cache_memory, num_stages)
+    if any((wish.fraction_of_free or 0) > _USUAL_KV_CACHE_FRACTION for wish in kv_memory):
+        logger.warning(
+            "--kv-cache-memory %s leaves little for anything else: the host may run out of memory",
+            config.kv_cache_memory,
+        )
+    logger.info("loading %s into %s", config.model, count_stages(num_stages))
     executor = _make_executor(config, checkpoint, partition, max_model_len, clock)
     try:
         reports = executor.load(on_progress)
@@ -127,6 +133,15 @@ def start_pipeline(
         )
     core = _make_core(config, executor, plan, max_model_len, clock)
     return Pipeline(core, partition, tuple(reports), plan, max_model_len, table)
+
+
+def _partition(config: EngineConfig, checkpoint: Checkpoint) -> tuple[StageLayers, ...]:
+    """The flag's, or else the environment's, or else the default. Raises: ConfigError."""
+    num_layers, num_stages = checkpoint.spec.num_layers, config.pipeline_parallel_size
+    variable = environment.pp_layer_partition() if config.pp_layer_partition is None else None
+    if variable is not None:
+        return partition_layers(num_layers, num_stages, variable.value, variable.name)
+    return partition_layers(num_layers, num_stages, config.pp_layer_partition)
 
 
 def _make_executor(

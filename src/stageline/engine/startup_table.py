@@ -29,7 +29,7 @@ def format_startup_table(partition: Sequence[StageLayers], reports: Sequence[Sta
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"pipeline of {len(partition)} stage(s), {reports[0].dtype}", *lines, _kv_line(plan)])
+    return "\n".join([f"pipeline of {count_stages(len(partition))}, {reports[0].dtype}", *lines, _kv_line(plan)])
 
 
 def _kv_line(plan: KVPlan) -> str:
@@ -40,6 +40,11 @@ def _kv_line(plan: KVPlan) -> str:
     else:
         why = f"s{plan.limiting_stage} limits"
     return f"KV cache: {plan.num_blocks:,} blocks of {plan.block_size} tokens = {plan.num_tokens:,} tokens ({why})"
+
+
+def count_stages(num_stages: int) -> str:
+    """Such as 1 stage or 2 stages."""
+    return "1 stage" if num_stages == 1 else f"{num_stages} stages"
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -46,9 +46,11 @@ def default_layer_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def parse_layer_counts(text: str, num_layers: int, num_stages: int) -> tuple[int, ...]:
+def parse_layer_counts(text: str, num_layers: int, num_stages: int, source: str) -> tuple[int, ...]:
     """Read an explicit partition such as "16,14".
 
+    Args:
+        source: the flag or variable that asks for it, for messages.
     Raises: ConfigError for a wrong count, a wrong sum, entries that are not positive integers.
     """
     way_out = f"give {num_stages} positive integers that sum to {num_layers}, or leave it out for " + ",".join(
@@ -57,28 +59,31 @@ def parse_layer_counts(text: str, num_layers: int, num_stages: int) -> tuple[int
     entries = [entry.strip() for entry in text.split(",")]
     for entry in entries:
         if not re.fullmatch(r"[+-]?\d+", entry, flags=re.ASCII):
-            raise ConfigError(f"layer partition {text!r}: {entry!r} is not an integer; {way_out}")
+            raise ConfigError(f"{source} {text!r}: {entry!r} is not an integer; {way_out}")
         if int(entry) < 1:
-            raise ConfigError(f"layer partition {text!r}: {entry} layers on a stage; every stage needs one; {way_out}")
+            raise ConfigError(f"{source} {text!r}: {entry} layers on a stage; every stage needs one; {way_out}")
     counts = tuple(int(entry) for entry in entries)
     if len(counts) != num_stages:
-        raise ConfigError(f"layer partition {text!r} has {len(counts)} entries for {num_stages} stages; {way_out}")
+        raise ConfigError(f"{source} {text!r} has {len(counts)} entries for {num_stages} stages; {way_out}")
     if sum(counts) != num_layers:
         raise ConfigError(
-            f"layer partition {text!r} sums to {sum(counts)}, but the model has {num_layers} layers; {way_out}"
+            f"{source} {text!r} sums to {sum(counts)}, but the model has {num_layers} layers; {way_out}"
         )
     return counts
 
 
-def partition_layers(num_layers: int, num_stages: int, asked: str | None) -> tuple[StageLayers, ...]:
+def partition_layers(
+    num_layers: int, num_stages: int, asked: str | None, source: str = "--pp-layer-partition"
+) -> tuple[StageLayers, ...]:
     """Cut `num_layers` into one consecutive run per stage: as asked, or by the default rule.
 
     Args:
         asked: text such as "16,14", or None for the default.
+        source: the flag or variable that asks, for messages.
     Raises: ConfigError, with both numbers and the way out.
     """
     default = default_layer_counts(num_layers, num_stages)
-    counts = default if asked is None else parse_layer_counts(asked, num_layers, num_stages)
+    counts = default if asked is None else parse_layer_counts(asked, num_layers, num_stages, source)
     ends = list(accumulate(counts))
     return tuple(
         StageLayers(
