@@ -66,7 +66,7 @@ def build_library(cache_directory: Path) -> Path:
             return library
         with _lock(cache_directory / "lock"):
             if not library.exists():
-                logger.info("compiling the CPU kernels with %s, once; this takes some seconds", compiler)
+                logger.info("compiling the CPU kernels with %s, once; this takes about 20 s", compiler)
                 compile_library(compiler, library)
         return library
     except OSError as error:
