@@ -1,12 +1,13 @@
 """Logging of Stageline's own processes: one line per message, to stderr, with the stage in front.
 
 Only the logger "stageline" is set up. The root logger, and with it the logging of an application that embeds Stageline,
-is left alone.
+is left alone. A process that was started without a stderr, or another standard stream, gets one that leads nowhere.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 from stageline.config import environment
@@ -22,6 +23,22 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
+
+
+def open_standard_streams() -> None:
+    """Put /dev/null in the place of each standard stream that this process was started without, as by `>&-`.
+
+    To be called before any file is opened: that would take the stream's number, and get what is written to it.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The lowest number that is free is this one. Children inherit it as they would a stream.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  (for as long as the process lives)
 
 
 def set_up_logging(level: str | None = None, stage_index: int | None = None) -> None:

@@ -10,6 +10,10 @@ import sys
 # imports, which take a while: a stage must live on to leave in order.
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
+from stageline.log import open_standard_streams  # noqa: E402
+
+open_standard_streams()
+
 from stageline.worker.process import main  # noqa: E402
 
 status = main()
