@@ -39,7 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         stop_token_ids: token ids that end the completion.
         include_stop_str_in_output: keep the stop string or stop token in the text.
         min_tokens: end-of-sequence and stop tokens cannot be chosen before this many tokens.
-        max_tokens: end after this many tokens; None means up to the model's length.
+        max_tokens: end after this many tokens; None (none on the command line) means up to the model's length.
         ignore_eos: go on past the model's end-of-sequence token.
         allowed_token_ids: only these may be chosen.
         bad_words: strings whose last token is never chosen when the tokens before it match.
@@ -84,9 +84,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         _check_type("top_k", self.top_k, int)
         if self.top_k < -1:
             raise RequestError(f"top_k is {self.top_k}; give a positive count, or 0 or -1 for all tokens", "top_k")
-        _check_number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise RequestError("top_p is 0; it must be above 0 and at most 1", "top_p")
+        _check_number("top_p", self.top_p, -math.inf, math.inf)
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1", "top_p")
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
         if self.repetition_penalty == 0.0:

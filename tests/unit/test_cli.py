@@ -77,6 +77,11 @@ def test_what_is_not_given_stays_the_models_own() -> None:
     assert params.max_tokens == generate.DEFAULT_MAX_TOKENS
 
 
+def test_none_asks_for_no_limit_but_the_model_s() -> None:
+    assert _generate("--prompt", "x", "--max-tokens", "none").calls[0][1].max_tokens is None
+    assert _generate("--prompt", "x", "--max-tokens", "7").calls[0][1].max_tokens == 7
+
+
 def test_every_sampling_field_has_a_described_flag() -> None:
     [commands] = [a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     actions = {action.dest: action for action in commands.choices["generate"]._actions}
@@ -104,9 +109,13 @@ def test_chat_flag_makes_each_prompt_a_conversation() -> None:
         (["generate"], "MODEL"),
         (["generate", "m", "--prompt", "x", "--block-size", "many"], "--block-size"),
         (["generate", "m", "--prompt", "x", "-pp", "0"], "--pipeline-parallel-size is 0"),
-        (["generate", "m", "--prompt-file", "does-not-exist"], "does-not-exist"),
+        (["generate", "m", "--prompt-file", "missing"], "error: --prompt-file missing cannot be read: No such file"),
+        (["generate", "m", "--prompt", "x", "--top-p", "1.5"], "top_p is 1.5; it must be above 0 and at most 1"),
+        (["generate", "m", "--prompt", "x", "--max-tokens", "few"], "'few' is neither a number of tokens nor none"),
+        (["generate", "", "--prompt", "x"], "the model's name is empty"),
         (["generate", "m", "--prompt", "x", "--logit-bias", "seven"], "ID:BIAS"),
-        (["generate", "m", "--prompt", "x", "--no-such-flag"], "--no-such-flag"),
+        (["generate", "m", "--prompt", "x", "--flyy"], "--flyy (see stageline generate --help)"),
+        (["bench", "latency", "m", "--flyy"], "--flyy (see stageline bench latency --help)"),
         (["fly"], "fly"),
         ([], "COMMAND"),
         (["bench", "throughput", "m", "--num-prompts", "0"], "--num-prompts is 0"),
@@ -169,6 +178,15 @@ def test_help_loads_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'stageline.engine.llm' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_a_closed_standard_stream_is_as_good_as_dev_null(closed: int) -> None:
+    command = f'exec "{sys.executable}" -m stageline generate "" {closed}{"<" if closed == 0 else ">"}&-'
+    run = subprocess.run(["sh", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, timeout=30, text=True)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("stageline: error: the model's name is empty") if closed != 2 else run.stderr == ""
+    assert "Traceback" not in run.stderr
 
 
 def test_a_reader_that_went_away_is_no_error() -> None:

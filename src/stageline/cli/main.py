@@ -11,11 +11,11 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from stageline import __version__
 from stageline.errors import ConfigError, RequestError, StagelineError
-from stageline.log import set_up_logging
+from stageline.log import open_standard_streams, set_up_logging
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -25,6 +25,13 @@ EXIT_BROKEN_PIPE = 141
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are ConfigErrors, so that every error of the command looks alike."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What is unknown is refused by the subcommand it was given to, which can tell whose help to read."""
+        namespace, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")
@@ -49,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv`, by default the process's own. Returns: the exit status; `--help` exits by itself."""
+    open_standard_streams()
     try:
         return _run(argv)
     except StagelineError as error:

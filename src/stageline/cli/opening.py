@@ -48,8 +48,10 @@ def read_prompts(path: str) -> list[str]:
     """The non-empty lines of a UTF-8 file, or of standard input for "-". Raises: ConfigError."""
     try:
         text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompt-file {path} cannot be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompt-file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     prompts = [line for line in text.splitlines() if line.strip()]
     if not prompts:
         raise ConfigError(f"--prompt-file {path} holds no prompt; give one prompt per line")

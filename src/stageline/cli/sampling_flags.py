@@ -43,8 +43,8 @@ def add_sampling_flags(
         )
         # A flag that was not given leaves no trace, so that it can be told from one that repeats the default.
         default = defaults.get(field.name, argparse.SUPPRESS)
-        if field.name in _LIST_FLAGS:
-            _add_list_flag(group, shown, default)
+        if field.name in _SPECIAL_FLAGS:
+            _add_special_flag(group, shown, default)
         else:
             add_flag(group, shown, default=default)
 
@@ -66,14 +66,14 @@ def check_sampling_flags(args: argparse.Namespace) -> None:
     msgspec.structs.replace(params, ignore_eos=False, **ids).validate(vocab_size=1)
 
 
-def _add_list_flag(group: argparse._ArgumentGroup, field: FlagField, default: Any) -> None:
-    metavar, note, options = _LIST_FLAGS[field.name]
+def _add_special_flag(group: argparse._ArgumentGroup, field: FlagField, default: Any) -> None:
+    metavar, note, options = _SPECIAL_FLAGS[field.name]
     group.add_argument(
         "--" + field.name.replace("_", "-"),
         dest=field.name,
         metavar=metavar,
         default=default,
-        help=f"{help_text(field)} {note}",
+        help=f"{help_text(field)} {note}".rstrip(),
         **options,
     )
 
@@ -93,7 +93,18 @@ def _logit_bias(text: str) -> dict[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ID:BIAS such as 42:-5,7:1.5") from None
 
 
-_LIST_FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+def _count_or_none(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of tokens nor none") from None
+
+
+# Flags that are more than one plain value.
+_SPECIAL_FLAGS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "max_tokens": ("N", "", {"type": _count_or_none}),
     "stop": ("TEXT", "(may be repeated)", {"action": "append"}),
     "bad_words": ("TEXT", "(may be repeated)", {"action": "append"}),
     "stop_token_ids": ("ID,ID,...", "", {"type": _token_ids}),
