@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from stageline.attention.backend import AttentionMetadata, LayerCache
+from stageline.attention.backend import AttentionBackend, AttentionMetadata, LayerCache
 from stageline.attention.cpu_kernels import CpuKernelAttention
 from stageline.attention.select import select_backend
+from stageline.checkpoint.model_spec import RopeSpec
 from stageline.kernels import CpuKernels
+from stageline.layers.rotary import Rotary
 from tests.model.kernel_variants import library, variant
 
 __all__ = ["library", "variant"]
@@ -29,6 +31,20 @@ class Row:
     context: int
 
 
+def store_metadata(slots: torch.Tensor) -> AttentionMetadata:
+    """One request whose new tokens, all there are, go into these slots; its positions begin at 0."""
+    return AttentionMetadata(
+        num_decode_rows=0,
+        num_scheduled_tokens=[len(slots)],
+        num_computed_tokens=[0],
+        query_starts=torch.tensor([0, len(slots)], dtype=torch.int32),
+        context_lens=torch.tensor([len(slots)], dtype=torch.int32),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        slot_mapping=slots,
+        positions=torch.arange(len(slots)),
+    )
+
+
 class Batch:
     """Rows with random queries, keys and values; their blocks lie in random places of the cache, the rest is noise."""
 
@@ -39,19 +55,19 @@ class Batch:
         generator = torch.Generator().manual_seed(seed)
         needed = [-(-row.context // block_size) for row in rows]
         shape = (sum(needed) + 1, heads[1], block_size, head_dim)
-        self.cache = LayerCache(*(torch.randn(shape, generator=generator).to(dtype) for _ in range(2)))
+        self.keys, self.values = torch.randn(2, *shape, generator=generator).to(dtype).unbind()
         blocks = iter((torch.randperm(shape[0] - 1, generator=generator) + 1).tolist())
         self.tables = [[next(blocks) for _ in range(count)] for count in needed]
         num_tokens = sum(row.tokens for row in rows)
         fused = torch.randn(num_tokens, heads[0] + 2 * heads[1], head_dim, generator=generator).to(dtype)
         self.queries = list(fused[:, : heads[0]].split([row.tokens for row in rows]))
 
-    def attend(self, backend: object, rows: list[int], window: int | None) -> list[torch.Tensor]:
+    def attend(self, backend: AttentionBackend, rows: list[int], window: int | None) -> list[torch.Tensor]:
         """Run these rows as one microbatch. Returns: a tensor [tokens, heads, head_dim] per row."""
         return self.attend_to([(self.rows[row], self.tables[row], self.queries[row]) for row in rows], backend, window)
 
     def attend_to(
-        self, parts: list[tuple[Row, list[int], torch.Tensor]], backend: object, window: int | None
+        self, parts: list[tuple[Row, list[int], torch.Tensor]], backend: AttentionBackend, window: int | None
     ) -> list[torch.Tensor]:
         given = torch.cat([part for _, _, part in parts])
         beside = given.new_zeros(len(given), 2 * self.heads[1], given.shape[2])
@@ -67,13 +83,20 @@ class Batch:
             slot_mapping=torch.zeros(len(queries), dtype=torch.int64),
             positions=torch.zeros(len(queries), dtype=torch.int64),
         )
-        out = backend.attend(queries, metadata, self.cache, queries.shape[2] ** -0.5, window)
+        out = backend.attend(queries, metadata, self._stored_by(backend), queries.shape[2] ** -0.5, window)
         return list(out.split([row.tokens for row, _, _ in parts]))
+
+    def _stored_by(self, backend: AttentionBackend) -> LayerCache:
+        """All blocks' keys and values, also those that are noise, in the order that this backend reads."""
+        cache = LayerCache(torch.zeros_like(self.keys), torch.zeros_like(self.values))
+        by_token = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (self.keys, self.values))
+        backend.store(*by_token, store_metadata(torch.arange(len(self.keys) * self.block_size)), cache)
+        return cache
 
     def expected(self, row: int, window: int | None) -> torch.Tensor:
         """The textbook formula in float64."""
         group = self.heads[0] // self.heads[1]
-        keys, values = (self._dense(row, cache) for cache in (self.cache.keys, self.cache.values))
+        keys, values = (self._dense(row, cache) for cache in (self.keys, self.values))
         scores = torch.einsum("thd,khd->htk", self.queries[row].double(), keys.repeat_interleave(group, 1))
         context, tokens = self.rows[row].context, self.rows[row].tokens
         at, key = torch.arange(context - tokens, context)[:, None], torch.arange(context)
@@ -106,11 +129,12 @@ def test_every_head_count_and_size_is_near_float64(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 1, 17, 64, 100])
-@pytest.mark.parametrize("block_size", [1, 5, 16, 64, 100])
+@pytest.mark.parametrize("block_size", [1, 4, 5, 16, 32, 48, 64, 100])
 def test_every_block_size_and_window_is_near_float64(
     variant: str, dtype: torch.dtype, window: int | None, block_size: int
 ) -> None:
-    check(Batch(MIXED, (6, 2), 24, block_size, dtype), window)
+    for head_dim in (24, 48):
+        check(Batch(MIXED, (6, 2), head_dim, block_size, dtype), window)
 
 
 def test_random_batches_are_near_float64(variant: str) -> None:
@@ -121,7 +145,7 @@ def test_random_batches_are_near_float64(variant: str) -> None:
             rows.append(Row(tokens, tokens + draw.randint(0, 200)))
         num_kv_heads = draw.randint(1, 3)
         heads = (num_kv_heads * draw.randint(1, 5), num_kv_heads)
-        head_dim, block_size = draw.choice([8, 16, 40, 64]), draw.randint(1, 40)
+        head_dim, block_size = draw.choice([8, 16, 40, 64]), draw.choice([16, 32, draw.randint(1, 40)])
         batch = Batch(rows, heads, head_dim, block_size, draw.choice(DTYPES), seed)
         check(batch, draw.choice([None, draw.randint(1, 300)]))
 
@@ -168,3 +192,46 @@ def test_a_row_without_tokens_is_passed_over(library: CpuKernels) -> None:
     for row in (1, 4):
         torch.testing.assert_close(outs[row].double(), batch.expected(row, None), rtol=1e-5, atol=1e-5)
     assert batch.attend(backend, [0, 2], None)[0].shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (32, 16), (48, 80), (7, 64), (16, 20)])
+def test_a_token_is_stored_in_its_place_and_nowhere_else(
+    library: CpuKernels, dtype: torch.dtype, block_size: int, head_dim: int
+) -> None:
+    """Rotated or not, in whatever order tokens come: each slot has the bits of its last token."""
+    backend, num_tokens, num_heads, num_kv_heads = CpuKernelAttention(library), 5 * block_size, 3, 2
+    generator = torch.Generator().manual_seed(3)
+    heads = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, generator=generator).to(dtype)
+    rotary = Rotary(RopeSpec(), head_dim, num_tokens, CPU)
+    metadata = store_metadata(torch.randperm(num_tokens, generator=generator))
+    keys = rotary(heads[:, num_heads:-num_kv_heads], metadata.positions)
+    values = heads[:, -num_kv_heads:]
+    shape = (5, num_kv_heads, block_size, head_dim)
+    rotated, one_by_one = (LayerCache(*torch.full((2, *shape), 7.0).to(dtype).unbind()) for _ in range(2))
+    backend.rotate_and_store(heads.clone(), rotary, metadata, rotated)
+    for token in range(num_tokens):
+        here = slice(token, token + 1)
+        before = torch.cat((one_by_one.keys, one_by_one.values))
+        backend.store(keys[here], values[here], store_metadata(metadata.slot_mapping[here]), one_by_one)
+        after = torch.cat((one_by_one.keys, one_by_one.values))
+        assert (before != after).sum() == 2 * num_kv_heads * head_dim
+    assert torch.equal(rotated.keys, one_by_one.keys) and torch.equal(rotated.values, one_by_one.values)
+    blocks = metadata.slot_mapping // block_size
+    for tensor, tokens in ((rotated.keys, keys), (rotated.values, values)):
+        for block in range(5):
+            stored, given = tensor[block].flatten(1).sort().values, tokens[blocks == block]
+            assert torch.equal(stored, given.transpose(0, 1).flatten(1).sort().values)
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_what_stands_in_unused_places_does_not_reach_a_row(library: CpuKernels, block_size: int) -> None:
+    """Keys there may be anything; values are finite, as the store makes them."""
+    batch = Batch([Row(1, 70), Row(20, 33)], (4, 2), 64, block_size, torch.bfloat16)
+    backend = CpuKernelAttention(library)
+    clean = batch.attend(backend, [0, 1], None)
+    for row, table in zip(batch.rows, batch.tables, strict=True):
+        batch.keys[table[-1], :, (row.context - 1) % block_size + 1 :] = torch.nan
+        batch.values[table[-1], :, (row.context - 1) % block_size + 1 :] = torch.inf
+    for row, out in enumerate(batch.attend(backend, [0, 1], None)):
+        assert torch.equal(out, clean[row])

@@ -2,6 +2,7 @@
 
 The KV cache is paged: a layer's cache is two tensors of blocks, a request's block table lists the blocks that hold its
 tokens in order, and `slot_mapping` says where each new token's key and value go. Block ids are the same on every layer.
+What the bytes within a block mean is the backend's own business: it alone writes and reads them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import torch
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's keys and values: two tensors [num_blocks, num_kv_heads, block_size, head_dim]."""
+    """One layer's keys and values: two contiguous tensors [num_blocks, num_kv_heads, block_size, head_dim].
+
+    The shape says how much room a block and a head have. In which order the block_size * head_dim elements lie there is
+    known to the backend that stored them, and to nobody else.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor

@@ -1,11 +1,14 @@
-"""Attention by this project's C++ kernels, on a CPU: the block table is read where the keys and values lie."""
+"""Attention by this project's C++ kernels, on a CPU: keys and values lie in the cache as dot products read them.
+
+One idea: the block table is followed and the cache multiplied where it lies, without a copy. The order of the bytes
+within a block, and when it applies, is described in kernels/source/cache_layout.h.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from stageline.attention.backend import AttentionMetadata, LayerCache, Rotation
-from stageline.attention.torch_paged import TorchPagedAttention
 from stageline.kernels.cpu import CpuKernels
 
 
@@ -14,20 +17,26 @@ class CpuKernelAttention:
 
     def __init__(self, library: CpuKernels) -> None:
         self._library = library
-        self._without_rotation = TorchPagedAttention(torch.device("cpu"))
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_is_for: tuple[int, int, int, torch.dtype] | None = None
 
     def rotate_and_store(
         self, heads: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, cache: LayerCache
     ) -> torch.Tensor:
-        cosine, sine = rotation.tables(heads.dtype)
         return self._library.rotate_and_store(
-            heads, cosine, sine, metadata.positions, metadata.slot_mapping, cache.keys, cache.values
+            heads,
+            rotation.tables(heads.dtype),
+            metadata.positions,
+            metadata.slot_mapping,
+            cache.keys,
+            cache.values,
         )
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
-        self._without_rotation.store(keys, values, metadata, cache)
+        heads = torch.cat((keys, values), 1)
+        self._library.rotate_and_store(
+            heads, None, metadata.positions, metadata.slot_mapping, cache.keys, cache.values
+        )
 
     def attend(
         self,

@@ -103,32 +103,36 @@ class CpuKernels:
     def rotate_and_store(
         self,
         heads: torch.Tensor,
-        cosine: torch.Tensor,
-        sine: torch.Tensor,
+        tables: tuple[torch.Tensor, torch.Tensor] | None,
         positions: torch.Tensor,
         slots: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        """Rotate the queries in place; put rotated keys, and values made finite, into their slots of the cache.
+        """Rotate queries and keys, make values finite, all in place; put keys and values into their slots of the cache.
 
         Args:
             heads: [tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
-            cosine, sine: [positions, head_dim / 2], of the dtype of heads.
+            tables: cosines and sines, [positions, head_dim / 2], of the dtype of heads; None to rotate nothing.
             positions, slots: int64 [tokens].
-            keys, values: the cache, [num_blocks, num_kv_heads, block_size, head_dim].
+            keys, values: the cache, [num_blocks, num_kv_heads, block_size, head_dim]. Within a block and head the order
+                is this kernel's and `attention`'s own: source/cache_layout.h.
         Returns: the queries, a view of heads [tokens, num_heads, head_dim].
         """
         num_tokens, num_rows, head_dim = heads.shape
         _, num_kv_heads, block_size, _ = keys.shape
         assert keys.shape == values.shape and keys.shape[3] == head_dim and head_dim % 2 == 0
-        assert heads.dtype == keys.dtype == values.dtype == cosine.dtype == sine.dtype
-        assert cosine.shape == sine.shape and cosine.shape[1] * 2 == head_dim
+        assert heads.dtype == keys.dtype == values.dtype
         assert positions.shape == slots.shape == (num_tokens,) and positions.dtype == slots.dtype == torch.int64
-        assert _all_contiguous(heads, cosine, sine, positions, slots, keys, values)
+        assert _all_contiguous(heads, positions, slots, keys, values)
+        cosine = sine = None
+        if tables is not None:
+            assert all(table.dtype == heads.dtype and table.shape[1] * 2 == head_dim for table in tables)
+            assert tables[0].shape == tables[1].shape and _all_contiguous(*tables)
+            cosine, sine = (table.data_ptr() for table in tables)
         num_heads = num_rows - 2 * num_kv_heads
         self._rotate_and_store(
-            heads.data_ptr(), cosine.data_ptr(), sine.data_ptr(), positions.data_ptr(), slots.data_ptr(),
+            heads.data_ptr(), cosine, sine, positions.data_ptr(), slots.data_ptr(),
             keys.data_ptr(), values.data_ptr(), num_tokens, num_heads, num_kv_heads, head_dim, block_size,
             _is_bf16(heads),
         )  # fmt: skip
@@ -150,6 +154,7 @@ class CpuKernels:
 
         Args:
             queries: [tokens, num_heads, head_dim], each token's heads contiguous; an even head_dim in bfloat16.
+            keys, values: the cache as `rotate_and_store` fills it.
             scratch: uint8, at least `attention_scratch_bytes`.
         Returns: [tokens, num_heads, head_dim], contiguous.
         """

@@ -1,7 +1,8 @@
-"""Memory for packed weights, in pages of 2 MiB where the system has them.
+"""Memory for packed weights and for the KV cache, in pages of 2 MiB where the system has them.
 
-One idea: decoding streams every weight once per step, and with pages of 4 KiB finding the next page costs a quarter of
-the bandwidth. One matrix is often smaller than a large page, so matrices lie one behind the other in large runs.
+One idea: decoding streams every weight and every request's cache once per step, and with pages of 4 KiB finding the next
+page costs a quarter of the bandwidth. One matrix is often smaller than a large page, so matrices lie one behind the
+other in large runs.
 """
 
 from __future__ import annotations
@@ -29,14 +30,21 @@ class HugePages:
         num_bytes = math.prod(shape) * dtype.itemsize
         reserved = -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if reserved > self._run.numel():
-            self._run = _new_run(max(reserved, _RUN_BYTES))
+            self._run = zeroed_bytes(max(reserved, _RUN_BYTES))
         data, self._run = self._run[:num_bytes], self._run[reserved:]
         return data.view(dtype).view(shape)
 
 
-def _new_run(num_bytes: int) -> torch.Tensor:
-    """Zeroed memory that begins at a large page. The tensor keeps the mapping alive."""
-    mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def zeroed_bytes(num_bytes: int) -> torch.Tensor:
+    """Zeroed memory that begins at a large page. The tensor keeps the mapping alive; untouched pages cost nothing.
+
+    Returns: uint8 [num_bytes].
+    Raises: MemoryError if the system refuses.
+    """
+    try:
+        mapping = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"cannot map {num_bytes:,} bytes: {error}") from error
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # a system built without large pages
             mapping.madvise(mmap.MADV_HUGEPAGE)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 
 from stageline.errors import ConfigError
+from stageline.kernels.huge_pages import zeroed_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -69,12 +69,13 @@ def _read_cgroup(name: str) -> str:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor. On a CPU its pages are the system's zero page until they are written, so a large one costs
-    nothing before it is used; `torch.zeros` would touch all of it.
+    """A zeroed tensor. On a CPU it lies in large pages and costs nothing before it is used, page by page; `torch.zeros`
+    would touch all of it.
+
+    Raises: MemoryError, or torch's own error, if there is not so much.
     """
     if device.type == "cpu":
-        num_bytes = math.prod(shape) * dtype.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+        return zeroed_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 

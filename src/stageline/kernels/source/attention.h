@@ -1,17 +1,18 @@
 // Attention over a paged cache, reading the block table directly; decodes and chunks of prompts are one case.
 //
 // One idea: for one row of the batch and one key head, the queries of some tokens and of all heads that share the key
-// head are the rows of a matrix. Keys are packed tile by tile into panels (tile.h), so scores and weighted values are
-// matrix products, joined by an online softmax. Tiles of keys begin at multiples of KEYS_AT_ONCE, and a tile that a
-// query may not see leaves it exactly unchanged: a token's result depends neither on the batch nor on the chunk.
+// head are the rows of a matrix. Scores and weighted values are its products with tiles of the cache, which lie there as
+// products read them (cached_product.h), joined by an online softmax. Tiles begin at multiples of KEYS_AT_ONCE, and one
+// that a query may not see leaves it exactly unchanged: a token's result depends neither on the batch nor on the chunk.
 //
 // Source: FlashAttention-2 (arXiv 2307.08691) for the softmax.
 #pragma once
-#include "tile.h"
+#include "cached_product.h"
 
 namespace STAGELINE_VARIANT {
 
 constexpr int KEYS_AT_ONCE = 64;
+constexpr int GROUPS_AT_ONCE = KEYS_AT_ONCE / GROUP;
 constexpr int MAX_QUERIES_AT_ONCE = 84;
 constexpr float NEVER = -3.0e38f;
 
@@ -39,14 +40,12 @@ template <class T>
 class Attention {
    public:
     static constexpr int PER_WORD = 4 / sizeof(T);
-    // Words of a panel of values; the last line keeps panels from falling into the same sets of the cache.
-    static constexpr int64_t value_panel_size = KEYS_AT_ONCE / PER_WORD * PANEL + 16;
-
     explicit Attention(const AttentionArguments& arguments) : args(arguments) {
         group = args.num_heads / args.num_kv_heads;
         tokens_at_once = group < MAX_QUERIES_AT_ONCE ? MAX_QUERIES_AT_ONCE / group : 1;
         words = args.head_dim / PER_WORD;
-        value_panels = (args.head_dim + PANEL - 1) / PANEL;
+        lies_in_groups = is_in_groups(args.block_size, args.head_dim);
+        columns = (args.head_dim + GROUP - 1) / GROUP * GROUP;
         lay_out((char*)args.scratch);
     }
 
@@ -54,17 +53,8 @@ class Attention {
     int64_t scratch_bytes() { return (char*)end - (char*)args.scratch; }
 
     void run() {
-        memset(zeros, 0, words * 4);
-        Rows rows, rows_ahead;
         Unit unit = first_of_row(0);
-        find_rows(unit, rows);
-        while (unit.row < args.num_rows) {
-            Unit next = after(unit);
-            find_rows(next.row < args.num_rows ? next : unit, rows_ahead);
-            attend(unit, rows, rows_ahead);
-            unit = next;
-            rows = rows_ahead;
-        }
+        lies_in_groups ? attend_in_place(unit) : attend_packed(unit);
     }
 
    private:
@@ -76,14 +66,35 @@ class Attention {
         int64_t start, keys;    // the tile
     };
 
-    // Where the keys and values of a unit's tile lie; zeros after the last.
-    struct Rows {
-        const uint32_t *keys[KEYS_AT_ONCE], *values[KEYS_AT_ONCE];
+    void attend_in_place(Unit unit) {
+        Tile tile, ahead;
+        if (unit.row < args.num_rows) find(unit, tile);
+        while (unit.row < args.num_rows) {
+            Unit next = after(unit);
+            find(next.row < args.num_rows ? next : unit, ahead);
+            attend(unit, tile, ahead);
+            unit = next;
+            tile = ahead;
+        }
+    }
+
+    void attend_packed(Unit unit) {
+        memset(zeros, 0, words * 4);
+        for (; unit.row < args.num_rows; unit = after(unit)) {
+            Tile tile = pack(unit);
+            attend(unit, tile, tile);
+        }
+    }
+
+    // Where the groups of a unit's tile lie. There are always GROUPS_AT_ONCE, the last of them several times if need be.
+    struct Tile {
+        const uint32_t *keys[GROUPS_AT_ONCE], *values[GROUPS_AT_ONCE];
     };
 
     AttentionArguments args;
-    int64_t group, tokens_at_once, words, value_panels;
-    uint32_t *queries, *key_panels, *value_panel_words, *weights, *zeros, *end;
+    int64_t group, tokens_at_once, words, columns;  // columns: head_dim, up to a whole group
+    bool lies_in_groups;
+    uint32_t *queries, *packed_keys, *packed_values, *weights, *zeros, *end;
     float *scores, *sums, *maxima, *totals, *rescale;
 
     template <class P>
@@ -97,12 +108,12 @@ class Attention {
         int64_t n = tokens_at_once * group;
         if (n < args.num_heads) n = args.num_heads;
         queries = take<uint32_t>(cursor, n * words);
-        key_panels = take<uint32_t>(cursor, KEYS_AT_ONCE * words);
-        value_panel_words = take<uint32_t>(cursor, value_panels * value_panel_size);
+        packed_keys = take<uint32_t>(cursor, KEYS_AT_ONCE * words);
+        packed_values = take<uint32_t>(cursor, KEYS_AT_ONCE / PER_WORD * columns);
         weights = take<uint32_t>(cursor, n * KEYS_AT_ONCE / PER_WORD);
         zeros = take<uint32_t>(cursor, words);
         scores = take<float>(cursor, n * KEYS_AT_ONCE);
-        sums = take<float>(cursor, n * value_panels * PANEL);
+        sums = take<float>(cursor, n * columns);
         maxima = take<float>(cursor, n);
         totals = take<float>(cursor, n);
         rescale = take<float>(cursor, n + W);
@@ -155,35 +166,26 @@ class Attention {
 
     bool is_decode(const Unit& unit) const { return num_tokens(unit.row) == 1; }
 
-    // While a tile's keys and values are packed, the next unit's are fetched: the hardware cannot guess which blocks
-    // follow. Packing the values late spreads the fetching over the whole unit.
-    void attend(const Unit& unit, const Rows& rows, const Rows& rows_ahead) {
+    void attend(const Unit& unit, const Tile& tile, const Tile& ahead) {
         // The heads of a decode are under way together, each in its part of the scratch memory.
-        int64_t n = unit.tokens * group, columns = value_panels * PANEL, q = is_decode(unit) ? unit.head * group : 0;
+        int64_t n = unit.tokens * group, q = is_decode(unit) ? unit.head * group : 0;
         if (unit.start == first_tile(unit.position)) {
             take_queries(unit, q);
             memset(sums + q * columns, 0, n * columns * sizeof(float));
             for (int64_t i = q; i < q + n; i++) maxima[i] = NEVER, totals[i] = 0;
         }
-        for (int64_t first = 0; first < unit.keys; first += PANEL)
-            pack_panel<true>(rows.keys + first, rows_ahead.keys + first, words, key_panels + first * words);
-        for (int64_t first = 0; first < unit.keys; first += PANEL)
-            multiply_panel<T>(queries + q * words, words, n, key_panels + first * words, words, scores + first,
-                              KEYS_AT_ONCE, nullptr);
+        CachedTile keys = {tile.keys, ahead.keys, args.block_size, words, (unit.keys + GROUP - 1) / GROUP * GROUP};
+        CachedTile values = {tile.values, ahead.values, columns, (unit.keys + PER_WORD - 1) / PER_WORD, columns};
+        if (!lies_in_groups) keys.stride = PANEL;
+        multiply_rows<T, Groups::OF_COLUMNS>(queries + q * words, words, n, keys, scores, KEYS_AT_ONCE, nullptr);
         bool is_seen_by_all = unit.keys == KEYS_AT_ONCE && unit.start + unit.keys <= unit.position + 1 &&
                               unit.start >= first_seen(unit.position + unit.tokens - 1);
         if (is_seen_by_all)
             weigh<false>(unit, n, maxima + q, totals + q);
         else
             weigh<true>(unit, n, maxima + q, totals + q);
-        int64_t steps = (unit.keys + PER_WORD - 1) / PER_WORD;
-        for (int64_t step = 0; step < steps; step++)
-            pack_values(rows.values + step * PER_WORD, rows_ahead.values + step * PER_WORD,
-                        value_panel_words + step * PANEL);
-        for (int64_t panel = 0; panel < value_panels; panel++)
-            multiply_panel<T>(weights, KEYS_AT_ONCE / PER_WORD, n,
-                              value_panel_words + panel * value_panel_size, steps,
-                              sums + q * columns + panel * PANEL, columns, rescale);
+        multiply_rows<T, Groups::OF_STEPS>(weights, KEYS_AT_ONCE / PER_WORD, n, values, sums + q * columns, columns,
+                                           rescale);
         if (unit.start + unit.keys == unit.position + unit.tokens) give_results(unit, q);
     }
 
@@ -196,49 +198,62 @@ class Attention {
         }
     }
 
-    void find_rows(const Unit& unit, Rows& rows) const {
-        const int32_t* blocks = args.block_tables + unit.row * args.table_stride;
-        for (int64_t done = 0; done < unit.keys;) {
-            int64_t block = (unit.start + done) / args.block_size, offset = (unit.start + done) % args.block_size;
-            int64_t count = args.block_size - offset;
-            if (count > unit.keys - done) count = unit.keys - done;
-            int64_t place = ((blocks[block] * args.num_kv_heads + unit.head) * args.block_size + offset) * words;
-            for (int64_t i = 0; i < count; i++, done++, place += words) {
-                rows.keys[done] = (const uint32_t*)args.keys + place;
-                rows.values[done] = (const uint32_t*)args.values + place;
+    const int32_t* blocks_of(const Unit& unit) const { return args.block_tables + unit.row * args.table_stride; }
+
+    // The words of the unit's key head in a block.
+    int64_t block_words(const Unit& unit, int64_t block) const {
+        return (blocks_of(unit)[block] * args.num_kv_heads + unit.head) * args.block_size * words;
+    }
+
+    void find(const Unit& unit, Tile& tile) const {
+        int64_t last = (unit.keys - 1) / GROUP;
+        for (int64_t g = 0; g < GROUPS_AT_ONCE; g++) {
+            int64_t key = unit.start + (g < last ? g : last) * GROUP;
+            int64_t block = key / args.block_size, offset = key % args.block_size, place = block_words(unit, block);
+            tile.keys[g] = (const uint32_t*)args.keys + place + offset;
+            tile.values[g] = (const uint32_t*)args.values + place + offset * words;
+        }
+    }
+
+    // Copies a tile of a cache whose blocks are no whole groups; zeros come after its last key.
+    Tile pack(const Unit& unit) const {
+        const uint32_t *keys[KEYS_AT_ONCE], *values[KEYS_AT_ONCE];
+        for (int64_t i = 0; i < KEYS_AT_ONCE; i++) {
+            int64_t key = unit.start + i;
+            keys[i] = values[i] = zeros;
+            if (i >= unit.keys) continue;
+            int64_t place = block_words(unit, key / args.block_size) + key % args.block_size * words;
+            keys[i] = (const uint32_t*)args.keys + place;
+            values[i] = (const uint32_t*)args.values + place;
+        }
+        for (int64_t first = 0; first < unit.keys; first += PANEL)
+            pack_panel(keys + first, words, packed_keys + first * words);
+        for (int64_t i = 0; i < unit.keys; i += PER_WORD)
+            pack_values(values + i, packed_values + i / PER_WORD * columns);
+        Tile tile;
+        for (int64_t g = 0; g < GROUPS_AT_ONCE; g++) {
+            tile.keys[g] = packed_keys + g * GROUP / PANEL * PANEL * words + g * GROUP % PANEL;
+            tile.values[g] = packed_values + g * GROUP / PER_WORD * columns;
+        }
+        return tile;
+    }
+
+    void pack_values(const uint32_t* const* rows, uint32_t* step) const {
+        for (int64_t word = 0; word < columns / PER_WORD; word += W, step += W * PER_WORD) {
+            vu a = words_at(rows[0], word);
+            if constexpr (PER_WORD == 1) {
+                store_bits(step, a);
+            } else {
+                vu b = words_at(rows[1], word), even = (a & 0xFFFF) | (b << 16), odd = (a >> 16) | (b & 0xFFFF0000);
+                store_bits(step, interleave_low(even, odd));
+                if (word + W / 2 < columns / PER_WORD) store_bits(step + W, interleave_high(even, odd));
             }
         }
-        for (int64_t i = unit.keys; i < KEYS_AT_ONCE; i++) rows.keys[i] = rows.values[i] = zeros;
     }
 
-    // Bfloat16: word i of a panel is element 2i of both keys, word 16 + i element 2i + 1: no shuffle is needed here, and
-    // none in `give_results`, which joins them again.
-    void pack_values(const uint32_t* const* rows, const uint32_t* const* ahead, uint32_t* step_of_panel) const {
-        const int64_t in_panel = PANEL / PER_WORD, num_words = words, whole = num_words - num_words % in_panel;
-        const uint32_t *first = rows[0], *second = rows[PER_WORD - 1];
-        for (int64_t word = 0; word < whole; word += in_panel, step_of_panel += value_panel_size) {
-            for (int key = 0; key < PER_WORD; key++) __builtin_prefetch(ahead[key] + word, 0, 2);
-#pragma GCC unroll 8
-            for (int64_t i = 0; i < in_panel; i += W)
-                store_pair(load_bits(first + word + i), load_bits(second + word + i), step_of_panel + i);
-        }
-        for (int64_t i = 0; whole < num_words && i < in_panel; i += W)
-            store_pair(words_at(first, whole + i), words_at(second, whole + i), step_of_panel + i);
-    }
-
-    static void store_pair(vu a, vu b, uint32_t* out) {
-        if constexpr (PER_WORD == 1) {
-            store_bits(out, a);
-        } else {
-            store_bits(out, (a & 0xFFFF) | (b << 16));
-            store_bits(out + PANEL / PER_WORD, (a >> 16) | (b & 0xFFFF0000));
-        }
-    }
-
-    // Words of a row that ends within the vector, or before it, are followed by zeros.
+    // Words of a row that ends within the vector are followed by zeros.
     vu words_at(const uint32_t* row, int64_t word) const {
-        if (word >= words) return vu{};
-        return as_bits(load((const float*)row + word, words - word));
+        return word < words ? as_bits(load((const float*)row + word, words - word)) : vu{};
     }
 
     // Scores become weights; `rescale` is what the sums so far must be multiplied by.
@@ -295,19 +310,9 @@ class Attention {
         for (int64_t q = 0; q < unit.tokens * group; q++) {
             int64_t head = (token + q / group) * args.num_heads + unit.head * group + q % group;
             T* out = (T*)args.out + head * args.head_dim;
-            const float* row = sums + (first + q) * value_panels * PANEL;
+            const float* row = sums + (first + q) * columns;
             vf factor = splat(1.0f / totals[first + q]);
-            if constexpr (PER_WORD == 1) {
-                for (int64_t d = 0; d < args.head_dim; d += W)
-                    store(out + d, load(row + d) * factor, args.head_dim - d);
-            } else {
-                for (int64_t word = 0; word < words; word += W) {
-                    const float* even = row + word / 16 * PANEL + word % 16;
-                    vu low = __builtin_convertvector(narrow(load(even) * factor), vu);
-                    vu high = __builtin_convertvector(narrow(load(even + 16) * factor), vu);
-                    store((float*)out + word, as_float(low | (high << 16)), words - word);
-                }
-            }
+            for (int64_t d = 0; d < args.head_dim; d += W) store(out + d, load(row + d) * factor, args.head_dim - d);
         }
     }
 };

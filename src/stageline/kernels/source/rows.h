@@ -1,6 +1,6 @@
 // What is done to each row by itself: norm, activation, rotation with the store into the cache, the largest logits.
 #pragma once
-#include "vector.h"
+#include "cache_layout.h"
 
 namespace STAGELINE_VARIANT {
 
@@ -54,13 +54,13 @@ INLINE float largest_finite(const bf16*) { return 3.38953139e38f; }
 
 // A hidden key has a weight of zero, and zero times infinity is NaN: one token's overflow would reach others.
 template <class T>
-INLINE void copy_finite(const T* source, T* out, int64_t size) {
-    const vf limit = splat(largest_finite(source));
+INLINE void make_finite(T* values, int64_t size) {
+    const vf limit = splat(largest_finite(values));
     for (int64_t i = 0; i < size; i += W) {
-        vf x = load(source + i, size - i);
+        vf x = load(values + i, size - i);
         x = x > limit ? limit : x;
         x = x < -limit ? -limit : x;
-        store(out + i, x == x ? x : vf{}, size - i);
+        store(values + i, x == x ? x : vf{}, size - i);
     }
 }
 
@@ -79,21 +79,26 @@ struct RotateArguments {
     int64_t block_size;
 };
 
-// Queries are rotated in place; keys are rotated on their way into the cache; values go there as they are, if finite.
+// Queries and keys are rotated in place, and values made finite; keys and values go into the cache. Without a cosine
+// nothing is rotated.
 template <class T>
 static void rotate_and_store(const RotateArguments& args) {
     int64_t d = args.head_dim, half = d / 2, heads_per_token = args.num_heads + 2 * args.num_kv_heads;
     for (int64_t t = 0; t < args.num_tokens; t++) {
         T* heads = (T*)args.heads + t * heads_per_token * d;
-        const T* cosine = (const T*)args.cosine + args.positions[t] * half;
-        const T* sine = (const T*)args.sine + args.positions[t] * half;
-        for (int64_t h = 0; h < args.num_heads; h++) rotate_head(heads + h * d, cosine, sine, heads + h * d, half);
+        if (args.cosine) {
+            const T* cosine = (const T*)args.cosine + args.positions[t] * half;
+            const T* sine = (const T*)args.sine + args.positions[t] * half;
+            for (int64_t h = 0; h < args.num_heads + args.num_kv_heads; h++)
+                rotate_head(heads + h * d, cosine, sine, heads + h * d, half);
+        }
         int64_t block = args.slots[t] / args.block_size, offset = args.slots[t] % args.block_size;
         for (int64_t h = 0; h < args.num_kv_heads; h++) {
-            int64_t place = ((block * args.num_kv_heads + h) * args.block_size + offset) * d;
-            const T* key = heads + (args.num_heads + h) * d;
-            rotate_head(key, cosine, sine, (T*)args.keys + place, half);
-            copy_finite(key + args.num_kv_heads * d, (T*)args.values + place, d);
+            T* key = heads + (args.num_heads + h) * d;
+            T* value = key + args.num_kv_heads * d;
+            make_finite(value, d);
+            CacheBlock<T>(args.keys, block, h, args.num_kv_heads, args.block_size, d).put_key(offset, key);
+            CacheBlock<T>(args.values, block, h, args.num_kv_heads, args.block_size, d).put_value(offset, value);
         }
     }
 }

@@ -76,21 +76,8 @@ struct RowTiles {
     int64_t begin(int64_t tile) const { return rows * tile / count; }
 };
 
-template <class T>
-static void multiply_panel(const uint32_t* a, int64_t a_stride, int64_t rows, const uint32_t* b, int64_t steps, float* c,
-                           int64_t c_stride, const float* rescale) {
-    RowTiles tiles(rows);
-    for (int64_t tile = 0; tile < tiles.count; tile++) {
-        int64_t first = tiles.begin(tile), count = tiles.begin(tile + 1) - first;
-        tile_function<T>(count)(a + first * a_stride, a_stride, b, steps, c + first * c_stride, c_stride,
-                                rescale ? rescale + first : nullptr, Ahead{});
-    }
-}
-
-// Packs one panel: rows[i], of `steps` words, becomes column i. FETCHES: the same words of `ahead` are brought into the
-// second-level cache meanwhile.
-template <bool FETCHES = false>
-INLINE void pack_panel(const uint32_t* const* rows, const uint32_t* const* ahead, int64_t steps, uint32_t* panel) {
+// Packs one panel: rows[i], of `steps` words, becomes column i.
+INLINE void pack_panel(const uint32_t* const* rows, int64_t steps, uint32_t* panel) {
     for (int first = 0; first < PANEL; first += W) {
         int64_t done = 0;
         while (done < steps && steps >= W) {
@@ -98,10 +85,7 @@ INLINE void pack_panel(const uint32_t* const* rows, const uint32_t* const* ahead
             asm volatile("" ::: "memory");  // or the addresses would take the registers that the words need
             vu words[W];
 #pragma GCC unroll 16
-            for (int i = 0; i < W; i++) {
-                words[i] = load_bits(rows[first + i] + done);
-                if constexpr (FETCHES) __builtin_prefetch(ahead[first + i] + done, 0, 2);
-            }
+            for (int i = 0; i < W; i++) words[i] = load_bits(rows[first + i] + done);
             transpose(words);
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) store_bits(panel + (done + i) * PANEL + first, words[i]);
@@ -110,10 +94,6 @@ INLINE void pack_panel(const uint32_t* const* rows, const uint32_t* const* ahead
         for (; done < steps; done++)
             for (int i = 0; i < W; i++) panel[done * PANEL + first + i] = rows[first + i][done];
     }
-}
-
-INLINE void pack_panel(const uint32_t* const* rows, int64_t steps, uint32_t* panel) {
-    pack_panel<false>(rows, rows, steps, panel);
 }
 
 }  // namespace STAGELINE_VARIANT
