@@ -50,13 +50,15 @@ class Shape:
 class PagedAndDense:
     """Runs microbatches through a backend and remembers every key and value densely beside it."""
 
-    def __init__(self, shape: Shape, max_model_len: int = 512, max_num_seqs: int = 64) -> None:
+    def __init__(
+        self, shape: Shape, max_model_len: int = 512, max_num_seqs: int = 64, backend: AttentionBackend | None = None
+    ) -> None:
         num_blocks = max_num_seqs * 4 + -(-max_model_len // shape.block_size) * 4
         self.limits = MicrobatchLimits(num_blocks, shape.block_size, 1000, max_num_seqs, 4096, max_model_len)
         self.shape = shape
         self.requests = RequestsUnderTest(self.limits)
         self.buffers = InputBuffers(self.limits, CPU)
-        self.backend: AttentionBackend = select_backend(CPU)
+        self.backend = backend or select_backend(CPU)
         size = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
         self.cache = LayerCache(torch.zeros(size, dtype=shape.dtype), torch.zeros(size, dtype=shape.dtype))
         self.dense: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -186,7 +188,7 @@ def test_a_microbatch_without_tokens_attends_to_nothing() -> None:
 
 def test_groups_and_tiles_are_for_speed_only() -> None:
     """Every row alone and the smallest tiles give what large groups and tiles give."""
-    pair = PagedAndDense(Shape(head_dim=16))
+    pair = PagedAndDense(Shape(head_dim=16), backend=TorchPagedAttention(CPU))
     alone = TorchPagedAttention(CPU, WorkingSet(gathered_bytes=1, num_scores=1))
     for number in range(20):
         pair.requests.add(number, list(range(30 + number)))

@@ -25,8 +25,10 @@ struct CachedTile {
 template <class T, Groups GROUPS, int ROWS, int VECTORS>
 INLINE void multiply_columns(const uint32_t* a, int64_t a_stride, const CachedTile& b, int64_t column, float* c,
                              int64_t c_stride, const float* rescale) {
-    const int64_t at_once = GROUPS == Groups::OF_COLUMNS ? b.steps : GROUP * sizeof(T) / 4;  // steps of a group
-    constexpr int FIRST_OF_LINE = W < GROUP ? GROUP / W : 1;
+    constexpr bool HAS_COLUMNS = GROUPS == Groups::OF_COLUMNS;
+    constexpr int NUM_PLACES = HAS_COLUMNS ? VECTORS : 1;
+    constexpr int VECTORS_OF_LINE = GROUP / W;
+    const int64_t at_once = HAS_COLUMNS ? b.steps : GROUP * sizeof(T) / 4;  // steps of a group
     vf acc[ROWS][VECTORS];
     c += column;
 #pragma GCC unroll 16
@@ -35,22 +37,21 @@ INLINE void multiply_columns(const uint32_t* a, int64_t a_stride, const CachedTi
         for (int v = 0; v < VECTORS; v++) acc[r][v] = rescale ? load(c + r * c_stride + v * W) * splat(rescale[r]) : vf{};
     for (int64_t begin = 0; begin < b.steps; begin += at_once) {
         int64_t end = begin + at_once < b.steps ? begin + at_once : b.steps;
-        const uint32_t *place[VECTORS], *ahead[VECTORS];
+        // Columns of a group of steps lie side by side, those of different groups of columns do not.
+        const uint32_t *place[NUM_PLACES], *ahead[NUM_PLACES];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) {
-            int64_t at = column + v * W, group = GROUPS == Groups::OF_COLUMNS ? at / GROUP : begin / at_once;
-            int64_t offset = GROUPS == Groups::OF_COLUMNS ? at % GROUP : at;
-            place[v] = b.groups[group] + offset;
-            ahead[v] = b.ahead[group] + offset;
+        for (int i = 0; i < NUM_PLACES; i++) {
+            int64_t at = column + i * W, group = HAS_COLUMNS ? at / GROUP : begin / at_once;
+            place[i] = b.groups[group] + (HAS_COLUMNS ? at % GROUP : at);
+            ahead[i] = b.ahead[group] + (HAS_COLUMNS ? at % GROUP : at);
         }
-        for (int64_t s = begin; s < end; s++) {
+        for (int64_t s = begin, word = 0; s < end; s++, word += b.stride) {
             vu words[VECTORS];
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
-                words[v] = in_register(load_bits(place[v]));
-                place[v] += b.stride;
-                if (v % FIRST_OF_LINE == 0) __builtin_prefetch(ahead[v], 0, 2);
-                ahead[v] += b.stride;
+                const int i = HAS_COLUMNS ? v : 0, beside = HAS_COLUMNS ? 0 : v * W;
+                words[v] = in_register(load_bits(place[i] + word + beside));
+                if (v % VECTORS_OF_LINE == 0) __builtin_prefetch(ahead[i] + word + beside, 0, 2);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
