@@ -13,7 +13,7 @@ namespace STAGELINE_VARIANT {
 
 constexpr int KEYS_AT_ONCE = 64;
 constexpr int GROUPS_AT_ONCE = KEYS_AT_ONCE / GROUP;
-constexpr int MAX_QUERIES_AT_ONCE = 84;
+constexpr int MAX_QUERIES_AT_ONCE = 42;
 constexpr float NEVER = -3.0e38f;
 
 struct AttentionArguments {
@@ -40,6 +40,8 @@ template <class T>
 class Attention {
    public:
     static constexpr int PER_WORD = 4 / sizeof(T);
+    static constexpr uint32_t ONES = PER_WORD == 1 ? 0x3F800000 : 0x3F803F80;  // a word of ones
+
     explicit Attention(const AttentionArguments& arguments) : args(arguments) {
         group = args.num_heads / args.num_kv_heads;
         tokens_at_once = group < MAX_QUERIES_AT_ONCE ? MAX_QUERIES_AT_ONCE / group : 1;
@@ -95,7 +97,7 @@ class Attention {
     int64_t group, tokens_at_once, words, columns;  // columns: head_dim, up to a whole group
     bool lies_in_groups;
     uint32_t *queries, *packed_keys, *packed_values, *weights, *zeros, *end;
-    float *scores, *sums, *maxima, *totals, *rescale;
+    float *scores, *sums, *maxima, *rescale, *totals;  // totals: a vector for each query
 
     template <class P>
     static P* take(char*& cursor, int64_t count) {
@@ -115,7 +117,7 @@ class Attention {
         scores = take<float>(cursor, n * KEYS_AT_ONCE);
         sums = take<float>(cursor, n * columns);
         maxima = take<float>(cursor, n);
-        totals = take<float>(cursor, n);
+        totals = take<float>(cursor, n * W);
         rescale = take<float>(cursor, n + W);
         end = (uint32_t*)cursor;
     }
@@ -172,7 +174,8 @@ class Attention {
         if (unit.start == first_tile(unit.position)) {
             take_queries(unit, q);
             memset(sums + q * columns, 0, n * columns * sizeof(float));
-            for (int64_t i = q; i < q + n; i++) maxima[i] = NEVER, totals[i] = 0;
+            for (int64_t i = q; i < q + n; i++) maxima[i] = NEVER;
+            memset(totals + q * W, 0, n * W * sizeof(float));
         }
         CachedTile keys = {tile.keys, ahead.keys, args.block_size, words, (unit.keys + GROUP - 1) / GROUP * GROUP};
         CachedTile values = {tile.values, ahead.values, columns, (unit.keys + PER_WORD - 1) / PER_WORD, columns};
@@ -181,9 +184,9 @@ class Attention {
         bool is_seen_by_all = unit.keys == KEYS_AT_ONCE && unit.start + unit.keys <= unit.position + 1 &&
                               unit.start >= first_seen(unit.position + unit.tokens - 1);
         if (is_seen_by_all)
-            weigh<false>(unit, n, maxima + q, totals + q);
+            weigh<false>(unit, n, maxima + q, totals + q * W);
         else
-            weigh<true>(unit, n, maxima + q, totals + q);
+            weigh<true>(unit, n, maxima + q, totals + q * W);
         multiply_rows<T, Groups::OF_STEPS>(weights, KEYS_AT_ONCE / PER_WORD, n, values, sums + q * columns, columns,
                                            rescale);
         if (unit.start + unit.keys == unit.position + unit.tokens) give_results(unit, q);
@@ -265,28 +268,38 @@ class Attention {
             Seen seen = seen_by(unit, q);
             vf best = splat(NEVER);
             for (int64_t j = 0; j < keys; j += W) {
-                vf s = load(scores + q * KEYS_AT_ONCE + j) * splat(to_log2);
+                vf s = load(scores + q * KEYS_AT_ONCE + j);
                 best = maximum(IS_MASKED ? (is_seen(seen, j) ? s : splat(NEVER)) : s, best);
             }
+            rescale[q] = 0;
+            if (!is_any(best > splat(maxima[q]))) continue;
             float new_maximum = largest(best);
-            if (!(new_maximum > maxima[q])) new_maximum = maxima[q];
-            rescale[q] = maxima[q] - new_maximum;
+            rescale[q] = (maxima[q] - new_maximum) * to_log2;
             maxima[q] = new_maximum;
         }
         for (int64_t q = 0; q < n; q += W) store(rescale + q, exp2(load(rescale + q)));
         for (int64_t q = 0; q < n; q++) {
             Seen seen = seen_by(unit, q);
-            vf total = {};
-            T* row = (T*)(weights + q * KEYS_AT_ONCE / PER_WORD);
-            for (int64_t j = 0; j < keys; j += W) {
-                vf s = load(scores + q * KEYS_AT_ONCE + j);
-                vf p = rounded<T>(exp2(fma(s, splat(to_log2), splat(-maxima[q]))));
-                if (IS_MASKED) p = is_seen(seen, j) ? p : vf{};
-                total = total + p;
-                store(row + j, p);
+            vf total = load(totals + q * W) * splat(rescale[q]), offset = splat(maxima[q] * -to_log2);
+            for (int64_t j = 0; j < keys; j += W * PER_WORD) {
+                vf p[PER_WORD];
+                for (int i = 0; i < PER_WORD; i++) {
+                    p[i] = exp2(fma(load(scores + q * KEYS_AT_ONCE + j + i * W), splat(to_log2), offset));
+                    if (IS_MASKED) p[i] = is_seen(seen, j + i * W) ? p[i] : vf{};
+                }
+                vu words = in_words(p);
+                store_bits(weights + (q * KEYS_AT_ONCE + j) / PER_WORD, words);
+                total = dot<T>(total, splat_bits(ONES), words);
             }
-            totals[q] = totals[q] * rescale[q] + sum(total);
+            store(totals + q * W, total);
         }
+    }
+
+    static vu in_words(const vf (&p)[PER_WORD]) {
+        if constexpr (PER_WORD == 1)
+            return as_bits(p[0]);
+        else
+            return narrow(p[0], p[1]);
     }
 
     struct Seen {
@@ -311,7 +324,7 @@ class Attention {
             int64_t head = (token + q / group) * args.num_heads + unit.head * group + q % group;
             T* out = (T*)args.out + head * args.head_dim;
             const float* row = sums + (first + q) * columns;
-            vf factor = splat(1.0f / totals[first + q]);
+            vf factor = splat(1.0f / sum(load(totals + (first + q) * W)));
             for (int64_t d = 0; d < args.head_dim; d += W) store(out + d, load(row + d) * factor, args.head_dim - d);
         }
     }

@@ -54,6 +54,17 @@ INLINE vf maximum(vf a, vf b) {
 #endif
 }
 
+// a < b ? a : b, so b if one of them is NaN.
+INLINE vf minimum(vf a, vf b) {
+#if defined(STAGELINE_AVX512)
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(STAGELINE_AVX2)
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
 INLINE vi lane_numbers() {
     vi lanes;
     for (int i = 0; i < W; i++) lanes[i] = i;
@@ -102,6 +113,18 @@ INLINE vh narrow(vf x) {
     vu rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
     vu quiet = (bits >> 16) | 0x40;
     return __builtin_convertvector(x == x ? rounded : quiet, vh);
+#endif
+}
+
+// 2 W floats as W words of two bfloat16, in order.
+INLINE vu narrow(vf first, vf second) {
+#if defined(STAGELINE_AVX512)
+    return (vu)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+#else
+    vh halves[] = {narrow(first), narrow(second)};
+    vu words;
+    memcpy(&words, halves, sizeof words);
+    return words;
 #endif
 }
 
@@ -176,7 +199,7 @@ INLINE bool is_any(vi lanes) {
 // 2^x for x in [-127, 127], more than that is cut off. Relative error below 2e-7.
 // Source: x = n + f with |f| <= 1/2; 2^f by the Taylor terms of exp(f ln 2), whose remainder is below 2e-8.
 INLINE vf exp2(vf x) {
-    x = -maximum(-maximum(x, splat(-127.0f)), splat(-127.0f));
+    x = minimum(maximum(x, splat(-127.0f)), splat(127.0f));
 #if defined(STAGELINE_AVX512)
     vf n = (vf)_mm512_roundscale_ps((__m512)x, 0);
 #else
