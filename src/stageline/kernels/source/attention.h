@@ -68,16 +68,36 @@ class Attention {
         int64_t start, keys;    // the tile
     };
 
+    // Where the groups of a unit's tile lie. There are always GROUPS_AT_ONCE, the last of them several times if need be.
+    struct Tile {
+        const uint32_t *keys[GROUPS_AT_ONCE], *values[GROUPS_AT_ONCE];
+    };
+
+    // A unit fetches as many groups of the next as it has; what the next has more is fetched here.
     void attend_in_place(Unit unit) {
         Tile tile, ahead;
-        if (unit.row < args.num_rows) find(unit, tile);
+        if (unit.row < args.num_rows) {
+            find(unit, tile);
+            fetch(tile, 0, num_groups(unit));
+        }
         while (unit.row < args.num_rows) {
             Unit next = after(unit);
             find(next.row < args.num_rows ? next : unit, ahead);
+            if (next.row < args.num_rows) fetch(ahead, num_groups(unit), num_groups(next));
             attend(unit, tile, ahead);
             unit = next;
             tile = ahead;
         }
+    }
+
+    static int64_t num_groups(const Unit& unit) { return (unit.keys + GROUP - 1) / GROUP; }
+
+    void fetch(const Tile& tile, int64_t begin, int64_t end) const {
+        for (int64_t group = begin; group < end; group++)
+            for (int64_t i = 0; i < words; i++) {
+                __builtin_prefetch(tile.keys[group] + i * args.block_size, 0, 2);
+                __builtin_prefetch(tile.values[group] + i * GROUP, 0, 2);
+            }
     }
 
     void attend_packed(Unit unit) {
@@ -87,11 +107,6 @@ class Attention {
             attend(unit, tile, tile);
         }
     }
-
-    // Where the groups of a unit's tile lie. There are always GROUPS_AT_ONCE, the last of them several times if need be.
-    struct Tile {
-        const uint32_t *keys[GROUPS_AT_ONCE], *values[GROUPS_AT_ONCE];
-    };
 
     AttentionArguments args;
     int64_t group, tokens_at_once, words, columns;  // columns: head_dim, up to a whole group
@@ -177,7 +192,7 @@ class Attention {
             for (int64_t i = q; i < q + n; i++) maxima[i] = NEVER;
             memset(totals + q * W, 0, n * W * sizeof(float));
         }
-        CachedTile keys = {tile.keys, ahead.keys, args.block_size, words, (unit.keys + GROUP - 1) / GROUP * GROUP};
+        CachedTile keys = {tile.keys, ahead.keys, args.block_size, words, num_groups(unit) * GROUP};
         CachedTile values = {tile.values, ahead.values, columns, (unit.keys + PER_WORD - 1) / PER_WORD, columns};
         if (!lies_in_groups) keys.stride = PANEL;
         multiply_rows<T, Groups::OF_COLUMNS>(queries + q * words, words, n, keys, scores, KEYS_AT_ONCE, nullptr);
@@ -209,7 +224,7 @@ class Attention {
     }
 
     void find(const Unit& unit, Tile& tile) const {
-        int64_t last = (unit.keys - 1) / GROUP;
+        int64_t last = num_groups(unit) - 1;
         for (int64_t g = 0; g < GROUPS_AT_ONCE; g++) {
             int64_t key = unit.start + (g < last ? g : last) * GROUP;
             int64_t block = key / args.block_size, offset = key % args.block_size, place = block_words(unit, block);
