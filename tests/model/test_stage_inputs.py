@@ -139,6 +139,15 @@ def test_kv_bytes_are_what_the_tensors_take() -> None:
     assert all(not cache.values.any() for cache in caches)
 
 
+def test_a_cache_takes_memory_only_where_it_is_used() -> None:
+    import psutil
+
+    before = psutil.Process().memory_info().rss
+    caches = allocate_kv_tensors(SPEC, 1, 2**20, 4, torch.bfloat16, CPU)  # 512 MiB
+    caches[0].keys[-1].fill_(1.0)
+    assert psutil.Process().memory_info().rss - before < 2**26
+
+
 def test_dtype_is_the_checkpoints_unless_asked_and_never_float16_on_a_cpu() -> None:
     assert resolve_dtype("auto", "bfloat16", CPU) == (torch.bfloat16, "")
     assert resolve_dtype("auto", "float32", CPU) == (torch.float32, "")

@@ -13,7 +13,7 @@ namespace STAGELINE_VARIANT {
 
 constexpr int KEYS_AT_ONCE = 64;
 constexpr int GROUPS_AT_ONCE = KEYS_AT_ONCE / GROUP;
-constexpr int MAX_QUERIES_AT_ONCE = 42;
+constexpr int MAX_QUERIES_AT_ONCE = 42;  // three full tiles of rows
 constexpr float NEVER = -3.0e38f;
 
 struct AttentionArguments {

@@ -1,9 +1,9 @@
 // The two matrix products of attention, with keys and values as they lie in the cache (cache_layout.h), in registers.
 //
 // One idea: a tile of the cache is a few groups of GROUP tokens, each somewhere else. For keys a group is some columns of
-// the product, for values some of its steps; both are read once, in order, while the same places of the next tile are
-// fetched: the hardware cannot guess which blocks follow. An output's sum runs over the steps from first to last whatever
-// the number of rows and vectors that are under way together.
+// the product, for values some of its steps. Both are read once, while as many lines of the next tile are fetched, group
+// by group: the hardware cannot guess which blocks follow, but helps along within one. An output's sum runs over the steps
+// from first to last whatever the number of rows and vectors that are under way together.
 #pragma once
 #include "cache_layout.h"
 #include "tile.h"
@@ -26,32 +26,30 @@ template <class T, Groups GROUPS, int ROWS, int VECTORS>
 INLINE void multiply_columns(const uint32_t* a, int64_t a_stride, const CachedTile& b, int64_t column, float* c,
                              int64_t c_stride, const float* rescale) {
     constexpr bool HAS_COLUMNS = GROUPS == Groups::OF_COLUMNS;
-    constexpr int NUM_PLACES = HAS_COLUMNS ? VECTORS : 1;
-    constexpr int VECTORS_OF_LINE = GROUP / W;
-    const int64_t at_once = HAS_COLUMNS ? b.steps : GROUP * sizeof(T) / 4;  // steps of a group
+    constexpr int LINES = VECTORS * W < GROUP ? 1 : VECTORS * W / GROUP;  // that a step reads, and fetches
+    // While these are multiplied, one group is fetched.
+    const int64_t steps_at_once = HAS_COLUMNS ? (b.steps + LINES - 1) / LINES : GROUP * sizeof(T) / 4;
     vf acc[ROWS][VECTORS];
     c += column;
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; v++) acc[r][v] = rescale ? load(c + r * c_stride + v * W) * splat(rescale[r]) : vf{};
-    for (int64_t begin = 0; begin < b.steps; begin += at_once) {
-        int64_t end = begin + at_once < b.steps ? begin + at_once : b.steps;
-        // Columns of a group of steps lie side by side, those of different groups of columns do not.
-        const uint32_t *place[NUM_PLACES], *ahead[NUM_PLACES];
+    for (int64_t begin = 0, run = 0; begin < b.steps; begin += steps_at_once, run++) {
+        const int64_t end = begin + steps_at_once < b.steps ? begin + steps_at_once : b.steps;
+        const uint32_t* place[VECTORS];
+        place[0] = b.groups[run] + column;
 #pragma GCC unroll 4
-        for (int i = 0; i < NUM_PLACES; i++) {
-            int64_t at = column + i * W, group = HAS_COLUMNS ? at / GROUP : begin / at_once;
-            place[i] = b.groups[group] + (HAS_COLUMNS ? at % GROUP : at);
-            ahead[i] = b.ahead[group] + (HAS_COLUMNS ? at % GROUP : at);
-        }
-        for (int64_t s = begin, word = 0; s < end; s++, word += b.stride) {
+        for (int v = 0; HAS_COLUMNS && v < VECTORS; v++)
+            place[v] = b.groups[(column + v * W) / GROUP] + (column + v * W) % GROUP + begin * b.stride;
+        const uint32_t* ahead = HAS_COLUMNS ? b.ahead[column / GROUP + run] : b.ahead[run] + column;
+        const int64_t line = HAS_COLUMNS ? b.stride : GROUP, next_lines = HAS_COLUMNS ? LINES * b.stride : b.stride;
+        for (int64_t s = begin, word = 0; s < end; s++, word += b.stride, ahead += next_lines) {
             vu words[VECTORS];
 #pragma GCC unroll 4
             for (int v = 0; v < VECTORS; v++) {
-                const int i = HAS_COLUMNS ? v : 0, beside = HAS_COLUMNS ? 0 : v * W;
-                words[v] = in_register(load_bits(place[i] + word + beside));
-                if (v % VECTORS_OF_LINE == 0) __builtin_prefetch(ahead[i] + word + beside, 0, 2);
+                words[v] = in_register(load_bits(HAS_COLUMNS ? place[v] + word : place[0] + word + v * W));
+                if (v < LINES) __builtin_prefetch(ahead + v * line, 0, 2);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; r++) {
