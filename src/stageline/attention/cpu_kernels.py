@@ -34,9 +34,7 @@ class CpuKernelAttention:
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, metadata: AttentionMetadata, cache: LayerCache) -> None:
         heads = torch.cat((keys, values), 1)
-        self._library.rotate_and_store(
-            heads, None, metadata.positions, metadata.slot_mapping, cache.keys, cache.values
-        )
+        self._library.rotate_and_store(heads, None, metadata.positions, metadata.slot_mapping, cache.keys, cache.values)
 
     def attend(
         self,

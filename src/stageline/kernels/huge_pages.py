@@ -1,8 +1,8 @@
 """Memory for packed weights and for the KV cache, in pages of 2 MiB where the system has them.
 
-One idea: decoding streams every weight and every request's cache once per step, and with pages of 4 KiB finding the next
-page costs a quarter of the bandwidth. One matrix is often smaller than a large page, so matrices lie one behind the
-other in large runs.
+One idea: decoding streams every weight and every request's cache once per step, and with pages of 4 KiB finding the
+next page costs a quarter of the bandwidth. One matrix is often smaller than a large page, so matrices lie one behind
+the other in large runs.
 """
 
 from __future__ import annotations
