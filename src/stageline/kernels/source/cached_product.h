@@ -1,9 +1,9 @@
 // The two matrix products of attention, with keys and values as they lie in the cache (cache_layout.h), in registers.
 //
-// One idea: a tile of the cache is a few groups of GROUP tokens, each somewhere else. For keys a group is some columns of
-// the product, for values some of its steps. Both are read once, while as many lines of the next tile are fetched, group
-// by group: the hardware cannot guess which blocks follow, but helps along within one. An output's sum runs over the steps
-// from first to last whatever the number of rows and vectors that are under way together.
+// One idea: a tile of the cache is a few groups of GROUP tokens, each somewhere else. For keys a group is some columns
+// of the product, for values some of its steps. Both are read once, while as many lines of the next tile are fetched,
+// group by group: the hardware cannot guess which blocks follow, but helps along within one. An output's sum runs over
+// the steps from first to last whatever the number of rows and vectors that are under way together.
 #pragma once
 #include "cache_layout.h"
 #include "tile.h"
@@ -34,7 +34,8 @@ INLINE void multiply_columns(const uint32_t* a, int64_t a_stride, const CachedTi
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECTORS; v++) acc[r][v] = rescale ? load(c + r * c_stride + v * W) * splat(rescale[r]) : vf{};
+        for (int v = 0; v < VECTORS; v++)
+            acc[r][v] = rescale ? load(c + r * c_stride + v * W) * splat(rescale[r]) : vf{};
     for (int64_t begin = 0, run = 0; begin < b.steps; begin += steps_at_once, run++) {
         const int64_t end = begin + steps_at_once < b.steps ? begin + steps_at_once : b.steps;
         const uint32_t* place[VECTORS];
