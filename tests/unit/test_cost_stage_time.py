@@ -80,6 +80,12 @@ def test_the_window_is_never_worse_than_one_microbatch_per_stage(num_stages, num
     assert cycle_s(window, *known) <= cycle_s(num_stages, *known)
 
 
+def test_hops_that_are_short_beside_a_stage_never_widen_the_window_however_free_small_microbatches_look():
+    """Decodes of one size cannot show the fixed cost: fitted to them alone it may come out as nothing."""
+    without_fixed_cost = StageTimeCosts(0.0, 9e-4, 0.0, 0.0, 0.0)
+    assert best_window(2, 8, without_fixed_cost, 64, 64 * 200, 2.0, outside_s=2e-3) == 2
+
+
 def test_what_is_not_computing_is_the_least_seen():
     ring = RingTime()
     for ring_s in (0.07, 0.052, 0.09):

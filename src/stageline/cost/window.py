@@ -14,6 +14,8 @@ from stageline.cost.stage_time import MicrobatchShape, StageTimeCosts
 
 _NUM_REMEMBERED = 64
 _WORTHWHILE_FRACTION = 0.03
+_LEAST_HOPS = 0.25
+"""Time outside the stages, in units of one stage's, from which a wider window is considered."""
 
 
 def cycle_s(
@@ -31,9 +33,14 @@ def cycle_s(
         stages_worth: Στ over the stages, in units of the slowest stage's τ; between 1 and the number of stages.
         outside_s: d, the part of the ring that is not computing.
     """
-    rows = -(-num_decodes // window)
-    stage_s = costs.predict_s(MicrobatchShape(rows, 0, rows, context_tokens // window))
+    stage_s = _stage_s(window, costs, num_decodes, context_tokens)
     return max(stages_worth * stage_s + outside_s, min(window, num_decodes) * stage_s)
+
+
+def _stage_s(window: int, costs: StageTimeCosts, num_decodes: int, context_tokens: int) -> float:
+    """Time of one of `window` level microbatches on the slowest stage."""
+    rows = -(-num_decodes // window)
+    return costs.predict_s(MicrobatchShape(rows, 0, rows, context_tokens // window))
 
 
 def best_window(
@@ -47,9 +54,11 @@ def best_window(
 ) -> int:
     """The number of microbatches in flight with the shortest cycle, between `narrowest` and `widest`.
 
-    A wider window has to be worth at least 3 % to be taken: estimates are noisy, and width costs latency.
+    A wider window has to be worth at least 3 % to be taken: estimates are noisy, and width costs latency. And there must
+    be something to hide: while the hops are short beside a stage's time, what the fit says of the smaller microbatches
+    of a wider window, which it has not seen, weighs more than what could be won.
     """
-    if num_decodes <= narrowest:
+    if num_decodes <= narrowest or outside_s < _LEAST_HOPS * _stage_s(narrowest, costs, num_decodes, context_tokens):
         return narrowest
     known = (costs, num_decodes, context_tokens, stages_worth, outside_s)
     best, best_s = narrowest, cycle_s(narrowest, *known)
