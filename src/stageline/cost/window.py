@@ -54,9 +54,9 @@ def best_window(
 ) -> int:
     """The number of microbatches in flight with the shortest cycle, between `narrowest` and `widest`.
 
-    A wider window has to be worth at least 3 % to be taken: estimates are noisy, and width costs latency. And there must
-    be something to hide: while the hops are short beside a stage's time, what the fit says of the smaller microbatches
-    of a wider window, which it has not seen, weighs more than what could be won.
+    A wider window has to be worth at least 3 % to be taken: estimates are noisy, and width costs latency. And there
+    must be something to hide: while the hops are short beside a stage's time, what the fit says of the smaller
+    microbatches of a wider window, which it has not seen, weighs more than what could be won.
     """
     if num_decodes <= narrowest or outside_s < _LEAST_HOPS * _stage_s(narrowest, costs, num_decodes, context_tokens):
         return narrowest
