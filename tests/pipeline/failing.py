@@ -100,6 +100,8 @@ class Program:
             text=True,
             start_new_session=True,
             env={**os.environ, "TMPDIR": str(home), "STAGELINE_LOG_LEVEL": "ERROR"},
+            # A test run in the background of a shell ignores SIGINT, and so would the program; a user's does not.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.workers: list[int] = []
 

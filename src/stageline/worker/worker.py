@@ -6,6 +6,7 @@ microbatch is prepared as soon as it is announced, usually before its activation
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from dataclasses import dataclass
 
@@ -178,6 +179,9 @@ class Worker:
                 raise FrameError(f"an allocation with {name} {value}; expected 1 to {most}")
         self._stage.allocate_kv(limits)
         self._next_microbatch = (0, 0)
+        # All that loading left lives as long as the process: the collector need not look at it between microbatches.
+        gc.collect()
+        gc.freeze()
         self._engine.send(encode_message(Allocated(self._config.stage_index)))
 
     def _receive_activation(self, prepared: PreparedMicrobatch) -> torch.Tensor:
