@@ -96,6 +96,16 @@ def test_content_survives_release_until_the_block_is_handed_out_least_recently_f
     assert pool.take(1) is None
 
 
+def test_blocks_that_hold_nothing_are_reused_before_untouched_and_cached_ones():
+    pool = BlockPool(4)
+    cached, plain = pool.take(2)
+    pool.set_content(cached, b"kept")
+    pool.release([cached])
+    pool.release([plain])
+    assert pool.take(3) == [plain, 2, 3]
+    assert pool.find_content(b"kept") == cached
+
+
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_token():
     kv = KVCacheManager(8, BLOCK_SIZE, True)
     token_ids = list(range(8))

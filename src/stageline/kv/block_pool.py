@@ -1,8 +1,9 @@
 """Block ids: who may use them, which hold content worth keeping. Knows nothing of requests or bytes.
 
 A block is *free* when nobody refers to it. A free block may still be *cached*: it keeps the content it was filled with
-until it is handed out again. Free blocks form one queue, least recently freed first, so cached content that was used
-last is overwritten last; allocation and release are O(1) per block.
+until it is handed out again. Free blocks form one queue. Those that hold nothing are handed out first, the last freed
+before all, because its memory is the likeliest to be in a cache and to have been touched at all; then cached ones,
+least recently freed first. Allocation and release are O(1) per block.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ class BlockPool:
             self._num_references[block_id] -= 1
             if self._num_references[block_id] == 0:
                 self._free[block_id] = None
+                if block_id not in self._content_of_block:
+                    self._free.move_to_end(block_id, last=False)
 
     def set_content(self, block_id: int, content: bytes) -> None:
         """Remember what a full block holds; the first block with some content stays the one that is shared."""
