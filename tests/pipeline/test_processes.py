@@ -43,13 +43,13 @@ def start(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
     """Starts stages that are stand-ins, given as a shell program."""
     started = []
 
-    def start(program: str, num_stages: int = 2) -> MultiProcessExecutor:
+    def start(program: str, num_stages: int = 2, load_timeout_s: float = 60.0) -> MultiProcessExecutor:
         stand_in = home / "python"
         stand_in.write_text(f"#!/bin/sh\n{program}\n")
         stand_in.chmod(stat.S_IRWXU)
         monkeypatch.setattr(sys, "executable", str(stand_in))
         parts = partition_layers(4, num_stages, None)
-        config = EngineConfig(model="none", pipeline_parallel_size=num_stages, load_timeout_s=0.5)
+        config = EngineConfig(model="none", pipeline_parallel_size=num_stages, load_timeout_s=load_timeout_s)
         started.append(MultiProcessExecutor(config, "none", parts, 64, MonotonicClock()))
         return started[-1]
 
@@ -72,7 +72,7 @@ def test_a_stage_that_exits_before_its_first_word_is_named_with_its_status(start
 
 def test_a_stage_that_never_speaks_is_lost_after_the_loading_time(start: Start) -> None:
     with pytest.raises(WorkerLost, match=r"did not come up .*--load-timeout-s 0\.5"):
-        start(PATIENT).load()
+        start(PATIENT, load_timeout_s=0.5).load()
 
 
 def test_an_interpreter_that_does_not_start_leaves_nothing(
