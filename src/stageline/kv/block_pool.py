@@ -79,6 +79,3 @@ class BlockPool:
     def find_content(self, content: bytes) -> int | None:
         """The block that holds this content, in use or free."""
         return self._block_of_content.get(content)
-
-    def is_free(self, block_id: int) -> bool:
-        return self._num_references[block_id] == 0
