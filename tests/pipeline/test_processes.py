@@ -26,7 +26,7 @@ from tests.pipeline.failing import is_alive, wait_for_end, worker_pids
 
 pytestmark = pytest.mark.timeout(60)
 
-PATIENT = "cat > /dev/null"
+PATIENT = "exec cat > /dev/null"
 """Lives until the engine closes its standard input, and does nothing."""
 
 
