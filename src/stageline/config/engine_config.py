@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
-import typing
 from dataclasses import dataclass
-from typing import Any
 
+from stageline.config.settings import at_least, check_types, one_of, setting
 from stageline.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -16,25 +13,6 @@ EXECUTORS = ("multi_process", "in_process")
 QUANTIZATIONS = ("none", "int8")
 # A shorter silence is nothing unusual on a busy machine.
 SHORTEST_HEARTBEAT_TIMEOUT_S = 0.1
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    flags: tuple[str, ...] = (),
-    choices: tuple[str, ...] = (),
-    group: str,
-    metavar: str = "",
-) -> Any:
-    """A config field that is also a flag.
-
-    Args:
-        flags: spellings other than `--field-name`, which every setting has.
-        group: heading under which `--help` lists it.
-    """
-    metadata = {"help": help, "flags": flags, "choices": choices, "group": group, "metavar": metavar}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +81,10 @@ class EngineConfig:
     max_num_batched_tokens: int = setting(
         2048, "most tokens in one microbatch", group="scheduling", metavar="TOKENS"
     )
+    max_queue: int | None = setting(
+        1024, "most requests waiting while --max-num-seqs are running; a server refuses more, to be sent again later",
+        group="scheduling", metavar="REQUESTS",
+    )
     long_prefill_token_threshold: int | None = setting(
         None, "most tokens of one prompt in one microbatch (default: the scheduler decides)", group="scheduling",
         metavar="TOKENS",
@@ -110,7 +92,7 @@ class EngineConfig:
 
     def check(self) -> EngineConfig:
         """Return self, or raise ConfigError naming the first setting that cannot work."""
-        self._check_types()
+        check_types(self)
         if not self.model:
             raise ConfigError(
                 "the model's name is empty; give a Hugging Face directory, a GGUF file, or a name on the hub"
@@ -119,15 +101,15 @@ class EngineConfig:
             raise ConfigError(
                 "--pp-layer-partition is empty; give the layers of each stage, such as 16,14, or leave it out"
             )
-        _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
-        _at_least("threads_per_stage", self.threads_per_stage, 1)
-        _at_least("block_size", self.block_size, 1)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        at_least("threads_per_stage", self.threads_per_stage, 1)
+        at_least("block_size", self.block_size, 1)
+        at_least("max_num_seqs", self.max_num_seqs, 1)
+        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         # The shortest request is one token of prompt and one of output.
-        for name, lowest in (("max_model_len", 2), ("long_prefill_token_threshold", 1)):
+        for name, lowest in (("max_model_len", 2), ("long_prefill_token_threshold", 1), ("max_queue", 1)):
             if (value := getattr(self, name)) is not None:
-                _at_least(name, value, lowest)
+                at_least(name, value, lowest)
         window = self.max_microbatches_in_flight
         if window is not None and window < self.pipeline_parallel_size:
             raise ConfigError(
@@ -141,8 +123,7 @@ class EngineConfig:
             "distributed_executor_backend": EXECUTORS,
         }
         for name, choices in choices_of.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{_flag(name)} is {getattr(self, name)!r}; choose from {', '.join(choices)}")
+            one_of(name, getattr(self, name), choices)
         if self.quantization != "none" and self.device == "cuda":
             raise ConfigError(
                 f"--quantization {self.quantization} multiplies on a CPU only, but --device is cuda; give --device cpu "
@@ -156,22 +137,3 @@ class EngineConfig:
         if not self.load_timeout_s > 0:
             raise ConfigError(f"--load-timeout-s is {self.load_timeout_s}; it must be above 0 seconds")
         return self
-
-    def _check_types(self) -> None:
-        for name, annotation in typing.get_type_hints(EngineConfig).items():
-            value, kinds = getattr(self, name), typing.get_args(annotation) or (annotation,)
-            accepted = (*kinds, int) if float in kinds else kinds
-            if isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool)):
-                continue
-            way_out = f"; give {str(value)!r}" if str in kinds and isinstance(value, int | float) else ""
-            names = " or ".join(kind.__name__ for kind in kinds if kind is not types.NoneType)
-            raise ConfigError(f"{_flag(name)} is {value!r}; it must be of type {names}{way_out}")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _at_least(name: str, value: int, lowest: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-        raise ConfigError(f"{_flag(name)} is {value!r}; it must be an integer of at least {lowest}")
