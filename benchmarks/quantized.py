@@ -101,11 +101,17 @@ def flops_per_s(multiply: Callable[[torch.Tensor], torch.Tensor], rows: int) -> 
     return 2 * rows * ROWS * COLUMNS / best_s(lambda: multiply(x), 0.1)
 
 
-def open_llm(model: str, quantization: str, stages: int, executor: str = "multi_process") -> LLM:
+STAGES_AND_THREADS = ((1, 1), (1, 2), (2, 1))
+
+
+def open_llm(
+    model: str, quantization: str, stages: int, executor: str = "multi_process", threads_per_stage: int = 1
+) -> LLM:
     return LLM(
         model,
         quantization=quantization,
         pipeline_parallel_size=stages,
+        threads_per_stage=threads_per_stage,
         distributed_executor_backend=executor,
         max_model_len=PIECE_TOKENS + 24,
         kv_cache_memory="128MiB",
@@ -116,19 +122,21 @@ def open_llm(model: str, quantization: str, stages: int, executor: str = "multi_
 def measure_decode(model: str, peer_tokens_per_s: float, runs: int, num_tokens: int) -> None:
     """The rate after the first token, so that the prompt does not count."""
     greedy = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    rates: dict[tuple[str, int], float] = {}
-    for stages in (1, 2):
-        with open_llm(model, "none", stages) as dense, open_llm(model, "int8", stages) as kept:
+    print(f"decoding one sequence, {num_tokens} tokens, best of {runs}, tokens/s (peer: {peer_tokens_per_s:.0f})")
+    for stages, threads in STAGES_AND_THREADS:
+        rates = {"none": 0.0, "int8": 0.0}
+        with (
+            open_llm(model, "none", stages, threads_per_stage=threads) as dense,
+            open_llm(model, "int8", stages, threads_per_stage=threads) as kept,
+        ):
             for _ in range(runs):
                 for name, llm in (("none", dense), ("int8", kept)):
                     [output] = llm.generate(["Once upon a time"], greedy, use_tqdm=False)
                     between_s = output.outputs[0].timings.inter_token_s
-                    rates[name, stages] = max(rates.get((name, stages), 0.0), len(between_s) / sum(between_s))
-    print(f"decoding one sequence, {num_tokens} tokens, best of {runs}, tokens/s (peer: {peer_tokens_per_s:.0f})")
-    for stages in (1, 2):
-        dense_rate, kept_rate = rates["none", stages], rates["int8", stages]
+                    rates[name] = max(rates[name], len(between_s) / sum(between_s))
+        dense_rate, kept_rate = rates["none"], rates["int8"]
         print(
-            f"  {stages} stage(s) of one thread: bfloat16 {dense_rate:.1f}, int8 {kept_rate:.1f} "
+            f"  stages {stages}, threads per stage {threads}: bfloat16 {dense_rate:.1f}, int8 {kept_rate:.1f} "
             f"({kept_rate / dense_rate:.2f} times bfloat16, {kept_rate / peer_tokens_per_s:.2f} times the peer)"
         )
 
