@@ -4,8 +4,11 @@
     ├── ConfigError        the operator's: flags, files, memory; raised before anything starts
     │   └── CheckpointError    the model's files: missing, truncated, misshapen or unsupported
     ├── RequestError       the client's: names the field (HTTP 4xx)
-    ├── CapacityError      nobody's: there is no room now, try again later (HTTP 429 / 503)
+    ├── CapacityError      nobody's: there is no room now, try again later
+    │   ├── QueueFull          too many requests are waiting (HTTP 429)
+    │   └── NotReady           the model is loading, or the engine takes no more requests (HTTP 503)
     ├── WorkerLost         a stage died, froze or raised; names the stage, carries its traceback
+    ├── EngineLost         the engine's process is gone; says how it ended
     ├── FrameError         a peer's message is not what was promised; it was refused unread
     └── InternalError      ours: a bug of Stageline
 
@@ -41,7 +44,23 @@ class RequestError(StagelineError):
 
 
 class CapacityError(StagelineError):
-    """There is no room for the request now; the same request may succeed later."""
+    """There is no room for the request now; the same request may succeed later.
+
+    Args:
+        retry_after_s: when asking again may be worthwhile, in seconds.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(CapacityError):
+    """As many requests are waiting as --max-queue allows."""
+
+
+class NotReady(CapacityError):
+    """The engine takes no requests yet, for it is loading, or any more, for it is shutting down."""
 
 
 class WorkerLost(StagelineError):
@@ -61,6 +80,10 @@ class WorkerLost(StagelineError):
         self.stage_index = stage_index
         self.reason = reason
         self.remote_traceback = remote_traceback
+
+
+class EngineLost(StagelineError):
+    """The engine's process is gone, or was closed, with everything that it was doing."""
 
 
 class FrameError(StagelineError):

@@ -17,6 +17,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         eos_token_ids: end the completion with no stop reason; empty if end-of-sequence is ignored.
         stop_token_ids: end the completion, the id being the stop reason.
         arrival_s: on the engine's clock.
+        priority: smaller is served first; equal ones in the order of their arrival.
+        cache_salt: only requests with the same salt share cached prefixes.
+        deadline_s: when it ends unfinished at the latest, on the engine's clock; None for never.
     """
 
     request_id: str
@@ -26,6 +29,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     stop_token_ids: tuple[int, ...]
     arrival_s: float
+    priority: int = 0
+    cache_salt: str = ""
+    deadline_s: float | None = None
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
