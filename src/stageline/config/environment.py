@@ -34,6 +34,11 @@ def kernels(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("STAGELINE_KERNELS") or "auto"
 
 
+def api_keys(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """STAGELINE_API_KEY: a key that clients of the server must send, or several with commas between them."""
+    return tuple(key.strip() for key in environ.get("STAGELINE_API_KEY", "").split(",") if key.strip())
+
+
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """Where compiled kernels are kept: stageline in XDG_CACHE_HOME, or in ~/.cache."""
     home = environ.get("XDG_CACHE_HOME", "")

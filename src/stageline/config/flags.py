@@ -1,4 +1,4 @@
-"""Command-line flags, derived from `EngineConfig`: name, type, default and help are written once, in its fields."""
+"""Command-line flags, derived from a configuration: name, type, default and help are written once, in its fields."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stageline.config.engine_config import EngineConfig
+from stageline.config.serve_config import ServeConfig
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class FlagField:
     """What a flag needs to know of the setting behind it.
 
     Args:
-        kind: bool, int, float or str.
+        kind: bool, int, float or str; tuple for several strings.
         help: without the default, unless the text has it already.
         group: the heading in `--help`.
     """
@@ -38,11 +39,12 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a Hugging Face directory, a GGUF file, or a name on the Hugging Face hub"
     )
-    groups: dict[str, argparse._ArgumentGroup] = {}
-    for field in _engine_fields():
-        if field.group not in groups:
-            groups[field.group] = parser.add_argument_group(field.group)
-        add_flag(groups[field.group], field)
+    _add_flags(parser, EngineConfig)
+
+
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per setting of `ServeConfig`, under the headings of their groups."""
+    _add_flags(parser, ServeConfig)
 
 
 def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
@@ -51,8 +53,14 @@ def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**values).check()
 
 
+def serve_config_from_args(args: argparse.Namespace) -> ServeConfig:
+    """The configuration that the flags of `add_serve_flags` ask for. Raises: ConfigError."""
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(ServeConfig)}
+    return ServeConfig(**values).check()
+
+
 def add_flag(group: argparse._ArgumentGroup, field: FlagField, default: Any = ...) -> None:
-    """Add `--field-name`; a bool also gets `--no-field-name`.
+    """Add `--field-name`; a bool also gets `--no-field-name`, and one for several strings may be repeated.
 
     Args:
         default: the parsed value of a flag that is not given, if it is not the default that the help shows.
@@ -61,6 +69,8 @@ def add_flag(group: argparse._ArgumentGroup, field: FlagField, default: Any = ..
     options: dict[str, Any] = {"dest": field.name, "default": field.default if default is ... else default}
     if field.kind is bool:
         options["action"] = argparse.BooleanOptionalAction
+    elif field.kind is tuple:
+        options |= {"action": _Collect, "metavar": field.metavar or _METAVARS[str]}
     elif field.choices:
         options |= {"type": field.kind, "choices": field.choices}
     else:
@@ -73,7 +83,7 @@ def add_flag(group: argparse._ArgumentGroup, field: FlagField, default: Any = ..
 def help_text(field: FlagField) -> str:
     """The field's help with its default, escaped for argparse."""
     text = field.help
-    if field.default is not None and "(default" not in text:
+    if field.default not in (None, (), "") and "(default" not in text:
         shown = ("on" if field.default else "off") if field.kind is bool else field.default
         text += f" (default: {shown})"
     return text.replace("%", "%%")
@@ -90,11 +100,34 @@ def scalar_kind(annotation: Any) -> type | None:
 _METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
 
 
-def _engine_fields() -> Iterator[FlagField]:
-    annotations = typing.get_type_hints(EngineConfig)
-    for field in dataclasses.fields(EngineConfig):
+class _Collect(argparse.Action):
+    """Gathers the values of a flag that is repeated, or given a list with commas, as a tuple."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        found = tuple(value.strip() for value in str(values).split(","))
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), *found))
+
+
+def _add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for field in _fields_of(config):
+        if field.group not in groups:
+            groups[field.group] = parser.add_argument_group(field.group)
+        add_flag(groups[field.group], field)
+
+
+def _fields_of(config: type) -> Iterator[FlagField]:
+    annotations = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
         if not field.metadata:
             continue
-        kind = scalar_kind(annotations[field.name])
-        assert kind is not None, f"EngineConfig.{field.name}: no flag can be made from {annotations[field.name]}"
+        annotation = annotations[field.name]
+        kind = tuple if annotation == tuple[str, ...] else scalar_kind(annotation)
+        assert kind is not None, f"{config.__name__}.{field.name}: no flag can be made from {annotation}"
         yield FlagField(name=field.name, kind=kind, default=field.default, **field.metadata)
