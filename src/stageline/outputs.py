@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import pairwise
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class OutputKind(Enum):
+    """What the outputs of a request hold.
+
+    CUMULATIVE: everything so far, each time.
+    DELTA: only what is new since the output before, so that following a long answer costs no more than reading it.
+    FINAL_ONLY: everything, once, when all completions are finished.
+    """
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final_only"
 
 
 @dataclass(frozen=True)
@@ -24,7 +38,8 @@ class RequestTimings:
     """When things happened to a request, in seconds on the engine's clock; None while they have not.
 
     Args:
-        token_times_s: when the engine had each output token. The text of a token may come later, if it is held back.
+        token_times_s: when the engine had each of the output's tokens. Text may come later than its token, if it is
+            held back.
     """
 
     arrival_s: float
@@ -56,6 +71,8 @@ class RequestTimings:
 class CompletionOutput:
     """One completion of a prompt.
 
+    In an output of the kind DELTA, `text`, `token_ids`, `logprobs` and `timings.token_times_s` are the new ones only.
+
     Args:
         finish_reason: stop (end-of-sequence, stop string or stop token), length, abort; None while it goes on.
         stop_reason: the stop string or stop token id that ended it; None for end-of-sequence or length.
@@ -80,7 +97,9 @@ class RequestOutput:
     """A prompt and its completions.
 
     Args:
-        prompt_logprobs: per prompt token; the first is None. None if not asked for.
+        prompt_logprobs: per prompt token; the first is None. None if not asked for. In a delta, the new ones only.
+        outputs: in the order of their index; in a delta, only the completions that there is news of.
+        is_delta: it holds only what is new since the output before.
     """
 
     request_id: str
@@ -89,11 +108,31 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput] = field(default_factory=list)
     is_finished: bool = False
+    is_delta: bool = False
 
     def after(self, missed: RequestOutput) -> RequestOutput:
         """This output for one who did not see the one before it: what was new then is still new."""
-        outputs = [
-            replace(now, new_text=before.new_text + now.new_text)
-            for before, now in zip(missed.outputs, self.outputs, strict=True)
-        ]
-        return replace(self, outputs=outputs)
+        by_index = {completion.index: completion for completion in missed.outputs}
+        for now in self.outputs:
+            before = by_index.get(now.index)
+            by_index[now.index] = now if before is None else _joined(before, now, self.is_delta)
+        prompt_logprobs = self.prompt_logprobs
+        if self.is_delta and prompt_logprobs is not None and missed.prompt_logprobs is not None:
+            prompt_logprobs = missed.prompt_logprobs + prompt_logprobs
+        outputs = [by_index[index] for index in sorted(by_index)]
+        return replace(self, outputs=outputs, prompt_logprobs=prompt_logprobs)
+
+
+def _joined(before: CompletionOutput, now: CompletionOutput, is_delta: bool) -> CompletionOutput:
+    new_text = before.new_text + now.new_text
+    if not is_delta:
+        return replace(now, new_text=new_text)
+    token_times_s = (*before.timings.token_times_s, *now.timings.token_times_s)
+    return replace(
+        now,
+        text=new_text,
+        new_text=new_text,
+        token_ids=before.token_ids + now.token_ids,
+        logprobs=None if before.logprobs is None or now.logprobs is None else before.logprobs + now.logprobs,
+        timings=replace(now.timings, token_times_s=token_times_s),
+    )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.engine.output_processor import OutputProcessor, ProcessedOutputs
-from stageline.outputs import CompletionOutput, RequestOutput
+from stageline.outputs import CompletionOutput, OutputKind, RequestOutput
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.sampling import SamplerSpec, SamplingParams, TokenLogprobs
 from tests.unit.byte_tokenizer import EOS_TOKEN_ID, STOP_TOKEN, STOP_TOKEN_ID, byte_tokenizer
@@ -260,7 +260,7 @@ def test_completions_of_one_prompt_come_together_and_it_ends_with_the_last() -> 
 
 
 def test_a_request_that_is_not_streamed_answers_once() -> None:
-    processor = _started(SamplingParams(n=2), is_streamed=False)
+    processor = _started(SamplingParams(n=2), kind=OutputKind.FINAL_ONLY)
     outputs: list[RequestOutput] = []
     for name in ("R-0", "R-1"):
         outputs += processor.process([_update([1], request_id=name)]).outputs
@@ -291,8 +291,8 @@ def test_text_that_is_decoded_at_the_end_is_the_text_that_was_streamed(
     token_ids: list[int], sizes: list[int], finish_reason: str, is_included: bool
 ) -> None:
     texts = []
-    for is_streamed in (True, False):
-        processor = _started(SamplingParams(include_stop_str_in_output=is_included), is_streamed=is_streamed)
+    for kind in OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY:
+        processor = _started(SamplingParams(include_stop_str_in_output=is_included), kind=kind)
         start = 0
         for size in sizes:
             processor.process([_update(token_ids[start : start + size])])
@@ -318,3 +318,62 @@ def test_outputs_given_before_do_not_change() -> None:
     assert before.token_ids == [1]
     assert before.logprobs is not None
     assert len(before.logprobs) == 1
+
+
+@given(
+    text=st.text("ab😀.", max_size=15),
+    sizes=st.lists(st.integers(0, 5), max_size=10),
+    reads=st.lists(st.booleans(), max_size=11),
+)
+def test_deltas_put_together_are_the_whole_however_late_they_are_read(
+    text: str, sizes: list[int], reads: list[bool]
+) -> None:
+    """Read late from the processor, or merged afterwards: nothing is missing and nothing comes twice."""
+    params = SamplingParams(logprobs=0, stop=["."])
+    cumulative, delta = _started(params), _started(params, kind=OutputKind.DELTA)
+    whole: RequestOutput | None = None
+    pieces: list[RequestOutput] = []
+    token_ids, start = [*TOKENIZER.encode(text), EOS_TOKEN_ID], 0
+    for step, size in enumerate([*sizes, len(token_ids)]):
+        new = token_ids[start : start + size]
+        start += size
+        described = [TokenLogprobs([token_id], [-1.0], 1) for token_id in new]
+        update = _update(new, "stop" if step == len(sizes) else None, logprobs=described, time_s=float(step))
+        for output in cumulative.process([update]).outputs:
+            whole = output
+        changes = delta.take([update])
+        if changes.request_ids and (reads[step : step + 1] == [True] or not delta.has_unfinished):
+            pieces.append(delta.output("R"))
+    assert whole is not None and whole.is_finished and pieces[-1].is_finished
+    assert not any(piece.is_finished for piece in pieces[:-1])
+    merged = pieces[0]
+    for piece in pieces[1:]:
+        merged = piece.after(merged)
+    [expected], [found] = whole.outputs, merged.outputs
+    assert "".join(piece.outputs[0].text for piece in pieces) == found.text == found.new_text == expected.text
+    assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+    assert (found.finish_reason, found.stop_reason) == (expected.finish_reason, expected.stop_reason)
+    assert found.cumulative_logprob == expected.cumulative_logprob
+    assert tuple(found.timings.token_times_s) == tuple(expected.timings.token_times_s)
+
+
+def test_a_delta_has_only_the_completions_that_there_is_news_of() -> None:
+    processor = _started(SamplingParams(n=3), kind=OutputKind.DELTA)
+    (first,) = processor.process([_update([1], request_id="R-0"), _update([1], request_id="R-2")]).outputs
+    (second,) = processor.process([_update([2], request_id="R-1"), _update([], "length", request_id="R-2")]).outputs
+    assert [(one.index, one.token_ids) for one in first.outputs] == [(0, [1]), (2, [1])]
+    assert [(one.index, one.token_ids) for one in second.outputs] == [(1, [2]), (2, [])]
+    assert [(one.index, one.token_ids) for one in second.after(first).outputs] == [(0, [1]), (1, [2]), (2, [1])]
+    assert second.outputs[1].finish_reason == "length"
+
+
+def test_prompt_logprobs_of_deltas_follow_one_another() -> None:
+    processor = _started(SamplingParams(prompt_logprobs=0), kind=OutputKind.DELTA)
+    runs = [TokenLogprobs([token_id], [-0.5], 1) for token_id in PROMPT_TOKEN_IDS[1:]]
+    (first,) = processor.process([_update([], prompt_logprobs=runs[:2])]).outputs
+    (second,) = processor.process([_update([1], "length", prompt_logprobs=runs[2:])]).outputs
+    assert first.prompt_logprobs is not None and second.prompt_logprobs is not None
+    assert (len(first.prompt_logprobs), len(second.prompt_logprobs)) == (3, len(PROMPT_TOKEN_IDS) - 3)
+    merged = second.after(first).prompt_logprobs
+    assert merged == first.prompt_logprobs + second.prompt_logprobs
+    assert merged[0] is None

@@ -15,7 +15,7 @@ from stageline.engine.core import EngineCore
 from stageline.engine.input_processor import InputProcessor
 from stageline.engine.output_processor import OutputProcessor
 from stageline.errors import RequestError
-from stageline.outputs import RequestOutput
+from stageline.outputs import OutputKind, RequestOutput
 from stageline.sampling import SamplingParams
 
 Prompt = str | list[int]
@@ -33,7 +33,7 @@ class Frontend:
         self._abandoned: deque[str] = deque()
         self._next_request = itertools.count()
 
-    def submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], is_streamed: bool) -> list[str]:
+    def submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], kind: OutputKind) -> list[str]:
         """Queue all or none. Returns: the request ids. Raises: RequestError if one of them cannot be served."""
         self._forget_abandoned()
         prepared = []
@@ -48,7 +48,7 @@ class Frontend:
                 text = prompt if isinstance(prompt, str) else None
                 token_ids = engine_requests[0].prompt_token_ids
                 submitted.append(request_id)
-                self._outputs.add(request_id, text, token_ids, its_params, engine_requests, is_streamed)
+                self._outputs.add(request_id, text, token_ids, its_params, engine_requests, kind)
                 with _errors_that_name_the_prompt(index, len(prompts)):
                     for engine_request in engine_requests:
                         self._core.add(engine_request)

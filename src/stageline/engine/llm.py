@@ -25,7 +25,7 @@ from stageline.errors import RequestError
 from stageline.executor.executor import OnProgress
 from stageline.executor.messages import StageLoaded
 from stageline.kv.kv_plan import KVPlan
-from stageline.outputs import RequestOutput
+from stageline.outputs import OutputKind, RequestOutput
 from stageline.sampling import SamplingParams
 from stageline.timeline.span import Span
 
@@ -128,7 +128,7 @@ class LLM:
         Raises: RequestError at once, not at the first step, if the request cannot be served.
         """
         params = _one_per_prompt(sampling_params, 1, self)
-        return OutputStream(self._frontend, self._frontend.submit([prompt], params, is_streamed=True))
+        return OutputStream(self._frontend, self._frontend.submit([prompt], params, OutputKind.CUMULATIVE))
 
     def stream_chat(self, messages: Messages, sampling_params: SamplingParams | None = None) -> OutputStream:
         """Answer one conversation as a stream; see `stream`."""
@@ -159,7 +159,7 @@ class LLM:
         return self._core.spans(since_s)
 
     def _finish_all(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
-        request_ids = self._frontend.submit(prompts, params, is_streamed=False)
+        request_ids = self._frontend.submit(prompts, params, OutputKind.FINAL_ONLY)
         finished: dict[str, RequestOutput] = {}
         with (
             OutputStream(self._frontend, request_ids) as outputs,

@@ -3,6 +3,8 @@
 One idea: a completion's text only grows. Each token is decoded once and looked at once for stop strings; what may be
 the beginning of a stop string, or half a character, is held back until it is decided. Where nobody reads or searches
 the text before the end, all of it is decoded there in one go, which costs a fifth.
+
+What has not been asked for yet is kept here as tokens and text, so a reader who is late gets it all in one output.
 """
 
 from __future__ import annotations
@@ -13,9 +15,22 @@ from dataclasses import dataclass
 from stageline.clock import Clock, MonotonicClock
 from stageline.engine.input_processor import Tokenizer
 from stageline.engine.stop_strings import StopStringScanner
-from stageline.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, RequestTimings
+from stageline.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput, RequestTimings
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.sampling import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What some updates changed.
+
+    Args:
+        request_ids: user requests that now have something to tell.
+        finished_early: engine requests that a stop string ended; the engine does not know and has to abort them.
+    """
+
+    request_ids: list[str]
+    finished_early: list[str]
 
 
 @dataclass(frozen=True)
@@ -56,24 +71,28 @@ class OutputProcessor:
         prompt_token_ids: list[int],
         params: SamplingParams,
         engine_requests: list[EngineRequest],
-        is_streamed: bool = True,
+        kind: OutputKind = OutputKind.CUMULATIVE,
     ) -> None:
         """Expect updates of these engine requests: the completions of one user request, in order.
 
         Args:
-            is_streamed: give an output with every update; otherwise one when all completions are finished, which
-                spares copying what is known so far.
+            kind: what its outputs shall hold. The fuller they are, the more is copied.
         """
         completions = {
-            one.request_id: _Completion(index, one.arrival_s, params, self._tokenizer, prompt_token_ids, is_streamed)
+            one.request_id: _Completion(index, one.arrival_s, params, self._tokenizer, prompt_token_ids, kind)
             for index, one in enumerate(engine_requests)
         }
         has_prompt_logprobs = params.prompt_logprobs is not None
-        request = _UserRequest(request_id, prompt, prompt_token_ids, completions, has_prompt_logprobs, is_streamed)
+        request = _UserRequest(request_id, prompt, prompt_token_ids, completions, has_prompt_logprobs, kind)
         self._requests[request_id] = request
         self._owners.update(dict.fromkeys(completions, request))
 
     def process(self, updates: Sequence[RequestUpdate]) -> ProcessedOutputs:
+        """`take`, and an output of every request that has something to tell."""
+        changes = self.take(updates)
+        return ProcessedOutputs([self.output(request_id) for request_id in changes.request_ids], changes.finished_early)
+
+    def take(self, updates: Sequence[RequestUpdate]) -> Changes:
         """Take news in the order the engine sent them. Those of requests that are finished or aborted are ignored."""
         changed: dict[str, _UserRequest] = {}
         finished_early: list[str] = []
@@ -90,11 +109,14 @@ class OutputProcessor:
                 if update.finish_reason is None:
                     completion.finished_s = self._clock.now_s()
                     finished_early.append(update.request_id)
-        for request in changed.values():
-            if request.is_finished:
-                del self._requests[request.request_id]
-        outputs = [request.output() for request in changed.values() if request.is_streamed or request.is_finished]
-        return ProcessedOutputs(outputs, finished_early)
+        return Changes([id_ for id_, request in changed.items() if request.has_something_to_tell], finished_early)
+
+    def output(self, request_id: str) -> RequestOutput:
+        """What a request, one that was not aborted, has to tell now. It is forgotten if it is finished."""
+        request = self._requests[request_id]
+        if request.is_finished:
+            del self._requests[request_id]
+        return request.output()
 
     def abort(self, request_id: str) -> list[str]:
         """Forget a request. Returns: its engine requests that are still running, for the engine to abort."""
@@ -117,11 +139,11 @@ class _UserRequest:
         prompt_token_ids: list[int],
         completions: dict[str, _Completion],
         has_prompt_logprobs: bool,
-        is_streamed: bool,
+        kind: OutputKind,
     ) -> None:
         self.request_id = request_id
         self.completions = completions
-        self.is_streamed = is_streamed
+        self._kind = kind
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if has_prompt_logprobs else None
@@ -130,18 +152,28 @@ class _UserRequest:
     def is_finished(self) -> bool:
         return all(completion.finish_reason is not None for completion in self.completions.values())
 
+    @property
+    def has_something_to_tell(self) -> bool:
+        return self._kind is not OutputKind.FINAL_ONLY or self.is_finished
+
     def add_prompt_logprobs(self, positions: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> None:
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += [_logprobs_by_id(position, tokenizer) for position in positions]
 
     def output(self) -> RequestOutput:
+        is_delta = self._kind is OutputKind.DELTA
+        prompt_logprobs = None if self._prompt_logprobs is None else list(self._prompt_logprobs)
+        if is_delta and self._prompt_logprobs is not None:
+            self._prompt_logprobs.clear()
+        completions = self.completions.values()
         return RequestOutput(
             request_id=self.request_id,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
-            outputs=[completion.output() for completion in self.completions.values()],
+            prompt_logprobs=prompt_logprobs,
+            outputs=[one.output() for one in completions if one.has_news or not is_delta],
             is_finished=self.is_finished,
+            is_delta=is_delta,
         )
 
 
@@ -155,20 +187,24 @@ class _Completion:
         params: SamplingParams,
         tokenizer: Tokenizer,
         prompt_token_ids: list[int],
-        is_streamed: bool,
+        kind: OutputKind,
     ) -> None:
+        self.has_news = False
         self.finish_reason: FinishReason | None = None
         self.finished_s: float | None = None
         self._index = index
+        self._is_delta = kind is OutputKind.DELTA
         self._arrival_s = arrival_s
         self._tokenizer = tokenizer
         self._min_tokens = params.min_tokens
         self._is_stop_included = params.include_stop_str_in_output
         self._decoder = tokenizer.new_decode_stream(params.skip_special_tokens, prompt_token_ids)
         self._scanner = StopStringScanner(params.stop_strings, params.include_stop_str_in_output)
-        self._is_decoded_at_end = not is_streamed and not params.stop_strings
+        self._is_decoded_at_end = kind is OutputKind.FINAL_ONLY and not params.stop_strings
         self._text = ""
         self._new_pieces: list[str] = []
+        self._num_tokens = 0
+        # Of a delta, those that were not given out yet.
         self._token_ids: list[int] = []
         self._token_times_s: list[float] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
@@ -178,6 +214,7 @@ class _Completion:
 
     def take(self, update: RequestUpdate) -> None:
         """Take one update: tokens, then the end if it is the last one."""
+        self.has_news = True
         self._latest = update
         self.finished_s = update.finished_s
         last = len(update.token_ids) - 1
@@ -186,7 +223,7 @@ class _Completion:
             if self._is_decoded_at_end or (place == last and self._is_left_out(update)):
                 continue
             # As with stop tokens, what ends a completion comes after min_tokens tokens.
-            may_stop = len(self._token_ids) > self._min_tokens
+            may_stop = self._num_tokens > self._min_tokens
             self._new_pieces.append(self._scanner.push(self._decoder.step(token_id), may_stop))
             if self._scanner.found is not None:
                 self._end_at_stop_string()
@@ -204,6 +241,7 @@ class _Completion:
         return update.finish_reason == "stop" and bool(update.token_ids) and not self._is_stop_included
 
     def _add_token(self, token_id: int, time_s: float, described: TokenLogprobs | None) -> None:
+        self._num_tokens += 1
         self._token_ids.append(token_id)
         self._token_times_s.append(time_s)
         if self._logprobs is not None and described is not None:
@@ -211,7 +249,7 @@ class _Completion:
             self._cumulative_logprob += described.logprobs[0]
 
     def _end(self, reason: FinishReason, stop_reason: int | None, undecoded: list[int]) -> None:
-        may_stop = len(self._token_ids) > self._min_tokens
+        may_stop = self._num_tokens > self._min_tokens
         self._new_pieces.append(self._scanner.push(self._decoder.finish(undecoded), may_stop))
         if self._scanner.found is not None:
             self._end_at_stop_string()
@@ -225,11 +263,11 @@ class _Completion:
         self._stop_reason = self._scanner.found
 
     def output(self) -> CompletionOutput:
-        """All so far; the next output's new text begins here."""
+        """All so far, or all that is new; what is new in the next output begins here."""
         new_text = "".join(self._new_pieces)
         self._new_pieces.clear()
-        self._text += new_text
-        return CompletionOutput(
+        self._text = new_text if self._is_delta else self._text + new_text
+        output = CompletionOutput(
             index=self._index,
             text=self._text,
             token_ids=list(self._token_ids),
@@ -240,6 +278,13 @@ class _Completion:
             timings=self._timings(),
             new_text=new_text,
         )
+        self.has_news = False
+        if self._is_delta:
+            self._token_ids.clear()
+            self._token_times_s.clear()
+            if self._logprobs is not None:
+                self._logprobs.clear()
+        return output
 
     def _timings(self) -> RequestTimings:
         if self._latest is None:
