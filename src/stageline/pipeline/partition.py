@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -83,14 +84,18 @@ def partition_layers(
     Raises: ConfigError, with both numbers and the way out.
     """
     default = default_layer_counts(num_layers, num_stages)
-    counts = default if asked is None else parse_layer_counts(asked, num_layers, num_stages, source)
+    return stages_of(default if asked is None else parse_layer_counts(asked, num_layers, num_stages, source))
+
+
+def stages_of(counts: Sequence[int]) -> tuple[StageLayers, ...]:
+    """The stages that hold so many layers each, in order."""
     ends = list(accumulate(counts))
     return tuple(
         StageLayers(
             stage_index=index,
             layers=range(end - count, end),
             is_first=index == 0,
-            is_last=index == num_stages - 1,
+            is_last=index == len(ends) - 1,
         )
         for index, (count, end) in enumerate(zip(counts, ends, strict=True))
     )
