@@ -82,6 +82,9 @@ class ServeConfig:
     keep_alive_timeout_s: float = setting(
         75.0, "a connection without a request for this long is closed", group="limits", metavar="SECONDS"
     )
+    write_timeout_s: float = setting(
+        120.0, "a client that takes nothing of its answer for this long is cut off", group="limits", metavar="SECONDS"
+    )
     drain_timeout_s: float = setting(
         30.0, "after SIGTERM, running requests have this long to finish", group="limits", metavar="SECONDS"
     )
@@ -90,7 +93,8 @@ class ServeConfig:
         64 * 2**10, "longest request line and headers of a request, together", group="limits", metavar="BYTES"
     )
     max_connections: int = setting(
-        4096, "most connections of one API process; further ones are closed", group="limits", metavar="CONNECTIONS"
+        4096, "most connections of one API process; further ones wait until one is closed", group="limits",
+        metavar="CONNECTIONS",
     )
 
     def check(self) -> ServeConfig:
@@ -102,7 +106,7 @@ class ServeConfig:
                 raise ConfigError(f"{flag_of(name)} has an empty entry; give a value or leave the flag out")
         if any(not (key.isascii() and key.isprintable()) or " " in key for key in self.api_key):
             raise ConfigError("--api-key must be of printable ASCII characters without spaces: a header carries it")
-        for name in ("read_timeout_s", "keep_alive_timeout_s"):
+        for name in ("read_timeout_s", "write_timeout_s", "keep_alive_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{flag_of(name)} is {getattr(self, name)}; it must be above 0 seconds")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:

@@ -1,0 +1,291 @@
+"""What a connection may cost: bounded heads, bodies that arrive in time, answers that are taken, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from stageline.server.http_protocol import BoundedProtocol, ConnectionLimits, make_uvicorn_config
+from stageline.server.listener import Listener
+
+pytestmark = pytest.mark.timeout(60)
+
+DEADLINE_S = 20.0
+SHORT_S = 0.2
+LIMITS = ConnectionLimits(
+    read_timeout_s=DEADLINE_S, write_timeout_s=DEADLINE_S, max_header_bytes=4096, max_discarded_bytes=2**20
+)
+
+
+class App:
+    """Answers /early without reading, /stream in pieces until told to end, /flood without end, and echoes the rest."""
+
+    def __init__(self) -> None:
+        self.streaming = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.gone = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def answer(body: bytes, more_body: bool = False) -> None:
+            await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+        headers = [(b"connection", b"close")] if scope["path"] == "/early" else []
+        if scope["path"] in ("/early", "/stream", "/flood"):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        if scope["path"] == "/early":
+            await answer(b"enough")
+        elif scope["path"] == "/stream":
+            await answer(b"first", more_body=True)
+            self.streaming.set()
+            await self.may_end.wait()
+            await answer(b"last")
+        elif scope["path"] == "/flood":
+            await receive()
+            disconnected = asyncio.ensure_future(receive())
+            while not disconnected.done():
+                await answer(bytes(65536), more_body=True)
+                await asyncio.sleep(0)
+            self.gone.set()
+        else:
+            body, more = b"", True
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    self.gone.set()
+                    return
+                body, more = body + message["body"], message["more_body"]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await answer(body)
+
+
+class Serving:
+    def __init__(self, limits: ConnectionLimits, max_connections: int) -> None:
+        self.app = App()
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.address = listening.getsockname()
+        config = make_uvicorn_config(self.app, keep_alive_timeout_s=DEADLINE_S, root_path="")
+        self.listener = Listener(
+            listening, None, max_connections, lambda shared, lost: BoundedProtocol(config, shared, limits, lost)
+        )
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(*self.address)
+
+    async def ask(self, request: bytes) -> bytes:
+        """Send, and read until the server closes."""
+        reader, writer = await self.connect()
+        writer.write(request)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def serving(max_connections: int = 100, **limits: float) -> AsyncIterator[Serving]:
+    asked = {**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, **limits}
+    server = Serving(ConnectionLimits(**asked), max_connections)
+    try:
+        yield server
+    finally:
+        await server.listener.drain(0.0)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(DEADLINE_S * 2):
+            await test()
+
+    asyncio.run(bounded())
+
+
+def _error_of(answer: bytes) -> tuple[int, dict[str, Any]]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+def post(body: bytes, path: str = "/echo", headers: bytes = b"") -> bytes:
+    return b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n%s\r\n%s" % (path.encode(), len(body), headers, body)
+
+
+HEADS = {
+    "one long header": b"GET / HTTP/1.1\r\na: " + b"x" * 5000 + b"\r\n\r\n",
+    "a header without end": b"GET / HTTP/1.1\r\na: " + b"x" * 5000,
+    "a long path": b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\n\r\n",
+    "many headers": b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 10_000 + b"\r\n",
+    "many bytes": b"GET / HTTP/1.1\r\n" + b"".join(b"h%d: %s\r\n" % (i, b"x" * 90) for i in range(60)) + b"\r\n",
+}
+
+
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+def test_a_head_beyond_the_limit_is_refused_in_openais_words(head: bytes) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            status, error = _error_of(await server.ask(head))
+            assert status == 431
+            assert "4096" in error["message"] or "200" in error["message"]
+            assert error["type"] == "invalid_request_error"
+
+    run(test)
+
+
+def test_what_is_not_http_is_refused_in_openais_words() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            status, error = _error_of(await server.ask(b"\x16\x03\x01 hello\r\n\r\n"))
+            assert (status, error["code"]) == (400, "invalid_http")
+
+    run(test)
+
+
+HALVES = {
+    "half a head": b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-",
+    "half a body": post(b"x" * 100)[:-50],
+    "half of a second request": post(b"") + b"POST /echo HTT",
+}
+
+
+@pytest.mark.parametrize("half", HALVES.values(), ids=HALVES.keys())
+def test_half_a_request_and_then_silence_is_answered_and_closed(half: bytes) -> None:
+    async def test() -> None:
+        async with serving(read_timeout_s=SHORT_S) as server:
+            answer = await server.ask(half)
+            status, error = _error_of(answer[answer.rindex(b"HTTP/1.1") :])
+            assert status == 408
+            assert "--read-timeout-s" in error["message"]
+
+    run(test)
+
+
+def test_dripping_bytes_do_not_extend_the_time_for_a_request() -> None:
+    async def test() -> None:
+        async with serving(read_timeout_s=SHORT_S) as server:
+            reader, writer = await server.connect()
+            writer.write(b"POST /echo HTTP/1.1\r\n")
+            answer = asyncio.ensure_future(reader.read())
+            while not answer.done():
+                writer.write(b"a: b\r\n")
+                await asyncio.wait([answer], timeout=SHORT_S / 10)
+            assert _error_of(answer.result())[0] == 408
+            writer.close()
+
+    run(test)
+
+
+def test_the_application_learns_that_half_a_body_is_all() -> None:
+    async def test() -> None:
+        async with serving(read_timeout_s=SHORT_S) as server:
+            await server.ask(HALVES["half a body"])
+            await server.app.gone.wait()
+
+    run(test)
+
+
+def test_a_connection_that_never_says_anything_is_closed() -> None:
+    async def test() -> None:
+        async with serving(read_timeout_s=SHORT_S) as server:
+            assert await server.ask(b"") == b""
+
+    run(test)
+
+
+def test_the_time_to_read_a_request_does_not_limit_the_answer() -> None:
+    async def test() -> None:
+        async with serving(read_timeout_s=SHORT_S) as server:
+            reader, writer = await server.connect()
+            writer.write(post(b"", "/stream", b"connection: close\r\n"))
+            await server.app.streaming.wait()
+            await asyncio.wait([asyncio.ensure_future(reader.readuntil(b"first"))], timeout=DEADLINE_S)
+            asyncio.get_running_loop().call_later(SHORT_S * 2, server.app.may_end.set)
+            assert b"last" in await reader.read()
+            writer.close()
+
+    run(test)
+
+
+def test_a_client_that_takes_nothing_is_cut_off() -> None:
+    async def test() -> None:
+        async with serving(write_timeout_s=SHORT_S) as server:
+            _, writer = await server.connect()
+            writer.transport.pause_reading()
+            writer.write(post(b"", "/flood"))
+            await server.app.gone.wait()
+            writer.transport.abort()
+
+    run(test)
+
+
+def test_an_early_answer_reaches_a_client_that_sends_everything_before_it_reads() -> None:
+    async def test() -> None:
+        async with serving(max_discarded_bytes=64 * 2**20) as server:
+            reader, writer = await server.connect()
+            writer.write(post(b"", "/early").replace(b"content-length: 0", b"content-length: 20000000"))
+            for _ in range(200):
+                writer.write(bytes(100_000))
+                await writer.drain()
+            assert b"enough" in await reader.read()
+            writer.close()
+
+    run(test)
+
+
+def test_no_more_connections_are_taken_than_allowed_and_the_rest_wait() -> None:
+    async def test() -> None:
+        async with serving(max_connections=2) as server:
+            kept = [await server.connect() for _ in range(2)]
+            for reader, writer in kept:
+                writer.write(post(b"hello"))
+                await reader.readuntil(b"hello")
+            third = asyncio.ensure_future(server.ask(post(b"waited", headers=b"connection: close\r\n")))
+            kept[0][1].write(post(b"again"))
+            await kept[0][0].readuntil(b"again")
+            assert not third.done()
+            kept[0][1].close()
+            assert b"waited" in await third
+            kept[1][1].close()
+
+    run(test)
+
+
+def test_draining_closes_idle_connections_and_finishes_answers() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            idle_reader, idle_writer = await server.connect()
+            idle_writer.write(post(b"hello"))
+            await idle_reader.readuntil(b"0\r\n\r\n")
+            reader, writer = await server.connect()
+            writer.write(post(b"", "/stream"))
+            await reader.readuntil(b"first")
+            drained = asyncio.ensure_future(server.listener.drain(DEADLINE_S))
+            assert await idle_reader.read() == b""
+            with pytest.raises(ConnectionRefusedError):
+                await server.connect()
+            assert not drained.done()
+            server.app.may_end.set()
+            assert b"last" in await reader.read()
+            assert await drained == 0
+            idle_writer.close()
+            writer.close()
+
+    run(test)
+
+
+def test_what_takes_longer_than_the_drain_is_cut_off_and_counted() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            reader, writer = await server.connect()
+            writer.write(post(b"", "/stream"))
+            await reader.readuntil(b"first")
+            assert await server.listener.drain(SHORT_S) == 1
+            with contextlib.suppress(ConnectionResetError):
+                assert b"last" not in await reader.read()
+            writer.close()
+            server.app.may_end.set()
+
+    run(test)
