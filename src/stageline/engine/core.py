@@ -12,6 +12,7 @@ from stageline.clock import Clock
 from stageline.errors import InternalError
 from stageline.executor.executor import Executor
 from stageline.pipeline.in_flight import InFlight
+from stageline.pipeline.item_times import StageItemTimes
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.scheduler.scheduler import Scheduler
 from stageline.timeline.recorder import Recorder
@@ -27,6 +28,7 @@ class EngineCore:
         self._scheduler = scheduler
         self._in_flight = InFlight(scheduler.window)
         self._clock = clock
+        self._in_flight_since_s: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -41,9 +43,18 @@ class EngineCore:
         """End a request; returns its last update, or None if it had ended."""
         return self._scheduler.abort(request_id, self._clock.now_s())
 
-    def step(self) -> list[RequestUpdate]:
-        """Fill the window, wait for one result, apply it, and fill the window again.
+    def stalled_s(self, now_s: float) -> float:
+        """How long something has been in flight without a result; any thread may ask."""
+        since_s = self._in_flight_since_s
+        return 0.0 if since_s is None else max(0.0, now_s - since_s)
 
+    def step(self, waits_for_work: bool = False, until_s: float | None = None) -> list[RequestUpdate]:
+        """Fill the window, wait for one event, apply it if it is a result, and fill the window again.
+
+        Args:
+            waits_for_work: wait also when nothing is in flight, for whatever `Executor.wait` waits for; otherwise
+                return at once then.
+            until_s: wait no longer than this, on the engine's clock.
         Raises: WorkerLost if a stage is gone; the pipeline is closed then.
         """
         self._fill_window()
@@ -53,10 +64,15 @@ class EngineCore:
                     f"nothing is in flight and nothing can be scheduled, with {self._scheduler.num_waiting} requests "
                     f"waiting and {self._scheduler.num_running} running"
                 )
+            if not waits_for_work:
+                return []
+        result = self._executor.wait(until_s)
+        if result is None:
             return []
-        result = self._executor.wait()
         microbatch = self._in_flight.completed(result)
-        updates = self._scheduler.completed(microbatch, result, self._clock.now_s())
+        now_s = self._clock.now_s()
+        self._in_flight_since_s = now_s if len(self._in_flight) else None
+        updates = self._scheduler.completed(microbatch, result, now_s)
         # The stages get their next work before the caller turns the news into text.
         self._fill_window()
         return updates
@@ -70,6 +86,8 @@ class EngineCore:
                 return
             self._in_flight.launched(microbatch)
             self._executor.launch(microbatch)
+            if self._in_flight_since_s is None:
+                self._in_flight_since_s = start_s
             self.recorder.record(
                 Span(
                     stage_index=-1,
@@ -85,6 +103,10 @@ class EngineCore:
     def spans(self, since_s: float = 0.0) -> list[Span]:
         """What all stages and this loop recorded."""
         return self.recorder.spans(since_s) + self._executor.collect_spans(since_s)
+
+    def collect_item_times(self) -> list[StageItemTimes]:
+        """See `stageline.executor.executor.Executor.collect_item_times`."""
+        return self._executor.collect_item_times()
 
     def close(self) -> None:
         self._executor.close()

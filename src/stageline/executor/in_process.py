@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any
+
+import zmq
 
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.clock import Clock
 from stageline.config.engine_config import EngineConfig
-from stageline.errors import ConfigError, InternalError, StagelineError, WorkerLost
+from stageline.errors import ConfigError, StagelineError, WorkerLost
 from stageline.executor.executor import OnProgress
 from stageline.executor.messages import StageLoaded
+from stageline.links.wakeup import Wakeup
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
 from stageline.pipeline.partition import StageLayers
 from stageline.timeline.recorder import Recorder
@@ -31,6 +35,9 @@ class InProcessExecutor:
         max_model_len: int,
         clock: Clock,
     ) -> None:
+        self.wakeup = Wakeup()
+        self._poller = zmq.Poller()
+        self._poller.register(self.wakeup.fd, zmq.POLLIN)
         self._config = config
         self._checkpoint = checkpoint
         self._partition = partition
@@ -70,10 +77,14 @@ class InProcessExecutor:
         self._check_alive()
         self._launched.append(microbatch)
 
-    def wait(self) -> MicrobatchResult:
+    def wake_on(self, source: zmq.Socket[bytes]) -> None:
+        self._poller.register(source, zmq.POLLIN)
+
+    def wait(self, until_s: float | None = None) -> MicrobatchResult | None:
         self._check_alive()
         if not self._launched:
-            raise InternalError("waited for a result while nothing was launched")
+            self._wait_for_a_wake(until_s)
+            return None
         microbatch = self._launched.popleft()
         output: Any = None
         elapsed_s = []
@@ -88,6 +99,11 @@ class InProcessExecutor:
         assert isinstance(output, MicrobatchResult)
         return output.after(sum(elapsed_s), max(elapsed_s))
 
+    def _wait_for_a_wake(self, until_s: float | None) -> None:
+        patience_s = None if until_s is None else max(0.0, until_s - self._clock.now_s())
+        self._poller.poll(None if patience_s is None else math.ceil(patience_s * 1000))
+        self.wakeup.heard()
+
     def _check_alive(self) -> None:
         if self._loss is not None:
             raise self._loss
@@ -98,6 +114,7 @@ class InProcessExecutor:
     def close(self) -> None:
         self._stages.clear()
         self._launched.clear()
+        self.wakeup.close()
         if self._loss is None:
             self._loss = StagelineError("the engine was closed")
 

@@ -12,6 +12,8 @@ import shutil
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import zmq
@@ -39,6 +41,7 @@ from stageline.executor.watch import Watch
 from stageline.executor.worker_process import WorkerProcess, wait_for_ends
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links, make_ipc_folder
+from stageline.links.wakeup import Wakeup
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
 from stageline.pipeline.partition import StageLayers
 from stageline.timeline.span import Span
@@ -64,6 +67,7 @@ class MultiProcessExecutor:
     def __init__(
         self, config: EngineConfig, model: str, stages: tuple[StageLayers, ...], max_model_len: int, clock: Clock
     ) -> None:
+        self.wakeup = Wakeup()
         self._config = config
         self._clock = clock
         self._loss: StagelineError | None = None
@@ -115,6 +119,10 @@ class MultiProcessExecutor:
             )
             running.workers.append(worker)
             self._poller.register(worker.exit_fd, zmq.POLLIN)
+        self._waking_poller = zmq.Poller()
+        for source, events in self._poller.sockets:
+            self._waking_poller.register(source, events)
+        self._waking_poller.register(self.wakeup.fd, zmq.POLLIN)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -142,12 +150,21 @@ class MultiProcessExecutor:
     def launch(self, microbatch: Microbatch) -> None:
         self._send_to_all(encode_message(microbatch))
 
-    def wait(self) -> MicrobatchResult:
+    def wake_on(self, source: zmq.Socket[bytes]) -> None:
+        self._waking_poller.register(source, zmq.POLLIN)
+
+    def wait(self, until_s: float | None = None) -> MicrobatchResult | None:
         if self._results:
             return self._results.popleft()
-        message = self._receive(MicrobatchResult)
-        assert isinstance(message, MicrobatchResult)
-        return message
+        with self._ending_all_on_a_loss():
+            while not self._incoming.poll(0):
+                if self._wait_for_anything(self._waking_poller, until_s):
+                    return None
+            message = self._take_message()
+            if isinstance(message, MicrobatchResult):
+                return message
+            self._check_is_late(message)
+            return None
 
     def collect_spans(self, since_s: float = 0.0) -> list[Span]:
         self._send_to_all(encode_message(CollectSpans(since_s)))
@@ -167,6 +184,7 @@ class MultiProcessExecutor:
     def _end(self, patience_s: float) -> None:
         self._running.end(patience_s)
         self._finalizer.detach()
+        self.wakeup.close()
 
     def _gather(self, kind: type[_Answer]) -> list[_Answer]:
         """One answer from every stage, in order; results that come meanwhile are kept for `wait`."""
@@ -192,17 +210,25 @@ class MultiProcessExecutor:
 
     def _receive(self, *wanted: type[FromWorker]) -> FromWorker:
         """The next message of a wanted kind. Raises: WorkerLost, ConfigError, FrameError; the stages are ended then."""
-        self._check_alive()
-        try:
+        with self._ending_all_on_a_loss():
             while True:
                 while not self._incoming.poll(0):
-                    self._wait_for_anything()
+                    self._wait_for_anything(self._poller)
                 message = self._take_message()
                 if isinstance(message, wanted):
                     return message
-                # Spans may answer a question whose asker was interrupted.
-                if not isinstance(message, Pong | Spans):
-                    raise FrameError(f"a message {type(message).__name__} that nobody asked for")
+                self._check_is_late(message)
+
+    def _check_is_late(self, message: FromWorker) -> None:
+        """Spans may answer a question whose asker was interrupted. Raises: FrameError for a message of another kind."""
+        if not isinstance(message, Pong | Spans):
+            raise FrameError(f"a message {type(message).__name__} that nobody asked for")
+
+    @contextmanager
+    def _ending_all_on_a_loss(self) -> Iterator[None]:
+        self._check_alive()
+        try:
+            yield
         except StagelineError as error:
             self._loss = error
             # With one stage gone the others wait for input that never comes.
@@ -219,19 +245,27 @@ class MultiProcessExecutor:
             raise _loss_of(message)
         return message
 
-    def _wait_for_anything(self) -> None:
-        """Wait for a message; meanwhile notice ended and silent stages."""
-        self._watch.look(self._clock.now_s())
+    def _wait_for_anything(self, poller: zmq.Poller, until_s: float | None = None) -> bool:
+        """Wait for a message; meanwhile notice ended and silent stages. Returns: whether to wait no more."""
+        now_s = self._clock.now_s()
+        self._watch.look(now_s)
         self._ask_for_signs_of_life()
-        ready = dict(self._poller.poll(_milliseconds(self._watch.patience_s())))
-        self._watch.look(self._clock.now_s())
+        patience_s = self._watch.patience_s()
+        if until_s is not None:
+            patience_s = min(patience_s, max(0.0, until_s - now_s))
+        ready = dict(poller.poll(_milliseconds(patience_s)))
+        now_s = self._clock.now_s()
+        self._watch.look(now_s)
         if self._incoming in ready:
-            return
+            return False
         for worker in self._running.workers:
             if worker.exit_fd in ready:
                 self._raise_loss_of_ended(worker)
         if (silence := self._watch.silence()) is not None:
             raise WorkerLost(*silence)
+        if self.wakeup.fd in ready:
+            self.wakeup.heard()
+        return bool(ready) or (until_s is not None and now_s >= until_s)
 
     def _ask_for_signs_of_life(self) -> None:
         for stage_index in self._watch.stages_to_ask():
