@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from stageline.errors import StagelineError as StagelineError
 from stageline.sampling import SamplingParams as SamplingParams
+from stageline.sampling import StructuredOutputs as StructuredOutputs
 
 if TYPE_CHECKING:
     from stageline.engine.llm import LLM as LLM
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "SamplingParams", "StagelineError", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StagelineError", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

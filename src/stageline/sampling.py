@@ -7,6 +7,7 @@ that the last stage needs, as token ids and numbers only: it travels with the mi
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,67 @@ MAX_N = 128
 MAX_SEED = 2**63 - 1
 # Divided by less than this, logits leave float32's range; such a temperature is greedy for every purpose.
 GREEDY_BELOW_TEMPERATURE = 1e-5
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer must look like: exactly one of the fields says so.
+
+    Args:
+        json: a JSON schema, as an object or as text.
+        regex: a regular expression that the whole answer matches, in the syntax of Rust's regex crate.
+        choice: the answer is one of these texts.
+        grammar: a context-free grammar in the syntax of Lark, or as GBNF (`root ::= ...`).
+        json_object: the answer is a JSON object.
+        disable_any_whitespace: JSON without line breaks and spaces that carry no meaning.
+    Raises: RequestError, naming the field, from `validate`; whether a schema or a grammar can be used is found out by
+        `stageline.grammar`.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given, once `validate` has passed."""
+        return next(name for name in _KINDS_OF_STRUCTURE if getattr(self, name) not in (None, False))
+
+    def validate(self) -> None:
+        """Check that one field is given, and its type."""
+        given = [name for name in _KINDS_OF_STRUCTURE if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs has {' and '.join(given) if given else 'none of its fields'}; give exactly one of "
+                f"{', '.join(_KINDS_OF_STRUCTURE)}",
+                "structured_outputs",
+            )
+        field, value = f"structured_outputs.{given[0]}", getattr(self, given[0])
+        kind = _KINDS_OF_STRUCTURE[given[0]]
+        if not isinstance(value, kind):
+            raise RequestError(f"{field} is of type {type(value).__name__}; it must be {_in_words(kind)}", field)
+        if self.choice is not None:
+            if not self.choice:
+                raise RequestError(f"{field} is empty; name at least one text", field)
+            for text in self.choice:
+                if not isinstance(text, str):
+                    raise RequestError(f"{field} holds {text!r}; every entry must be a text", field)
+
+
+_KINDS_OF_STRUCTURE: dict[str, tuple[type, ...]] = {
+    "json": (dict, str),
+    "regex": (str,),
+    "choice": (list,),
+    "grammar": (str,),
+    "json_object": (bool,),
+}
+
+
+def _in_words(kinds: tuple[type, ...]) -> str:
+    words = {dict: "an object", str: "a text", list: "a list of texts", bool: "true or false"}
+    return " or ".join(words[kind] for kind in kinds)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +106,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         allowed_token_ids: only these may be chosen.
         bad_words: strings whose last token is never chosen when the tokens before it match.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: what the answer must look like.
 
     Raises: RequestError, naming the field, from `validate`.
     """
@@ -69,6 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -102,6 +166,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(value := getattr(self, field), bool):
                 raise RequestError(f"{field} is {value!r}; it must be true or false", field)
+        if self.structured_outputs is not None:
+            if not isinstance(self.structured_outputs, StructuredOutputs):
+                raise RequestError(
+                    f"structured_outputs is {self.structured_outputs!r}; give StructuredOutputs(...)",
+                    "structured_outputs",
+                )
+            self.structured_outputs.validate()
 
     def _validate_lengths(self) -> None:
         for field in ("logprobs", "prompt_logprobs"):

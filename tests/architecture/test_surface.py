@@ -17,20 +17,20 @@ def _words(text: str) -> list[str]:
     return text.split()
 
 
-PUBLIC_NAMES = ["LLM", "SamplingParams", "StagelineError", "__version__"]
+PUBLIC_NAMES = ["LLM", "SamplingParams", "StagelineError", "StructuredOutputs", "__version__"]
 
 ENGINE_FLAGS = _words("""
     --bind-cores --block-size --chat-template --device --distributed-executor-backend --dtype --enable-prefix-caching
-    --heartbeat-timeout-s --kv-cache-memory --load-timeout-s --long-prefill-token-threshold --max-microbatches-in-flight
-    --max-model-len --max-num-batched-tokens --max-num-seqs --max-queue --no-bind-cores --no-enable-prefix-caching
-    --pipeline-parallel-size --pp-layer-partition --quantization --seed --threads-per-stage --tokenizer -pp
+    --heartbeat-timeout-s --kv-cache-memory --load-timeout-s --long-prefill-token-threshold --max-decode-slowdown
+    --max-microbatches-in-flight --max-model-len --max-num-batched-tokens --max-num-seqs --max-queue --no-bind-cores
+    --no-enable-prefix-caching --pipeline-parallel-size --pp-layer-partition --quantization --seed --threads-per-stage --tokenizer -pp
 """)
 
 SAMPLING_FLAGS = _words("""
-    --allowed-token-ids --bad-words --frequency-penalty --ignore-eos --include-stop-str-in-output --logit-bias
-    --logprobs --max-tokens --min-p --min-tokens --n --no-ignore-eos --no-include-stop-str-in-output
-    --no-skip-special-tokens --presence-penalty --prompt-logprobs --repetition-penalty --skip-special-tokens --stop
-    --stop-token-ids --temperature --top-k --top-p
+    --allowed-token-ids --bad-words --frequency-penalty --grammar --ignore-eos --include-stop-str-in-output
+    --json-schema --logit-bias --logprobs --max-tokens --min-p --min-tokens --n --no-ignore-eos --no-include-stop-str-in-output
+    --no-skip-special-tokens --presence-penalty --prompt-logprobs --regex --repetition-penalty --skip-special-tokens
+    --stop --stop-token-ids --temperature --top-k --top-p
 """)
 
 OWN_FLAGS = {

@@ -6,15 +6,16 @@ import argparse
 import re
 import typing
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from stageline.config.flags import FlagField, add_flag, help_text, scalar_kind
-from stageline.sampling import SamplingParams
+from stageline.sampling import SamplingParams, StructuredOutputs
 
-# One seed for everything: the engine's --seed.
-_NOT_FLAGS = ("seed",)
+# One seed for everything, the engine's --seed; structured outputs have a flag for each of their kinds.
+_NOT_FLAGS = ("seed", "structured_outputs")
 
 
 def add_sampling_flags(
@@ -47,11 +48,12 @@ def add_sampling_flags(
             _add_special_flag(group, shown, default)
         else:
             add_flag(group, shown, default=default)
+    _add_structure_flags(parser)
 
 
 def sampling_params_from_args(args: argparse.Namespace, base: SamplingParams) -> SamplingParams:
     """`base`, changed by the flags that were given; the engine validates the result."""
-    names = set(SamplingParams.__struct_fields__) - set(_NOT_FLAGS)
+    names = set(SamplingParams.__struct_fields__) - {"seed"}
     return msgspec.structs.replace(base, **{name: value for name, value in vars(args).items() if name in names})
 
 
@@ -64,6 +66,38 @@ def check_sampling_flags(args: argparse.Namespace) -> None:
     ids = dict.fromkeys(("logit_bias", "stop_token_ids", "allowed_token_ids"))
     # `ignore_eos` may still be undecided.
     msgspec.structs.replace(params, ignore_eos=False, **ids).validate(vocab_size=1)
+
+
+def _add_structure_flags(parser: argparse.ArgumentParser) -> None:
+    """What the answer must look like; at most one of them."""
+    group = parser.add_argument_group("structured output").add_mutually_exclusive_group()
+    for flag, metavar, kind, text in (
+        ("--json-schema", "FILE|JSON", _json_schema, "the answer keeps to this JSON schema; {} is any JSON"),
+        ("--regex", "PATTERN", _regex, "the whole answer matches this regular expression"),
+        ("--grammar", "FILE", _grammar, "the answer keeps to the grammar in this file, in Lark's syntax or as GBNF"),
+    ):
+        group.add_argument(
+            flag, dest="structured_outputs", metavar=metavar, type=kind, default=argparse.SUPPRESS, help=text
+        )
+
+
+def _json_schema(text: str) -> StructuredOutputs:
+    return StructuredOutputs(json=text if text.lstrip().startswith("{") else _file_text(text))
+
+
+def _regex(text: str) -> StructuredOutputs:
+    return StructuredOutputs(regex=text)
+
+
+def _grammar(path: str) -> StructuredOutputs:
+    return StructuredOutputs(grammar=_file_text(path))
+
+
+def _file_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from None
 
 
 def _add_special_flag(group: argparse._ArgumentGroup, field: FlagField, default: Any) -> None:
