@@ -12,9 +12,10 @@ import tokenizers
 from stageline.checkpoint import hf_tokenizer
 from stageline.checkpoint.chat_template import FIELD, ChatTemplate
 from stageline.checkpoint.checkpoint import Checkpoint
-from stageline.checkpoint.decode_stream import DecodeStream
+from stageline.checkpoint.decode_stream import REPLACEMENT, DecodeStream
 from stageline.checkpoint.gguf_container import is_gguf
 from stageline.checkpoint.gguf_tokenizer import load_gguf_tokenizer
+from stageline.checkpoint.token_pieces import piece_bytes
 from stageline.errors import CheckpointError, ConfigError, RequestError
 
 
@@ -102,6 +103,19 @@ class Tokenizer:
             return ""
         text = self.decode([token_id], skip_special_tokens=False)
         return " " + text if piece.startswith("▁") and not text.startswith(" ") else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token's bytes, also where they are only a part of a character; joined with its neighbours' they are text."""
+        text = self.token_text(token_id)
+        if REPLACEMENT not in text:
+            return text.encode()
+        return piece_bytes(self._backend.id_to_token(token_id) or "")
+
+    @property
+    def longest_token_bytes(self) -> int:
+        """No token stands for more bytes of text; it may be that none stands for as many."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        return max((len(piece.encode()) for piece in vocabulary), default=1)
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any

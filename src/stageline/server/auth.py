@@ -1,0 +1,58 @@
+"""Who may ask: clients that send one of the operator's keys.
+
+One idea: the key is looked at before anything else of the request is read, and comparing takes as long for a wrong key
+as for a right one, whichever of several it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stageline.server.errors import ApiError, error_response
+
+# Load balancers and process managers ask these, without keys.
+OPEN_PATHS = frozenset({"/health", "/ping"})
+_SCHEME = b"bearer "
+
+
+class RequireKey:
+    """Middleware: lets requests through that send `Authorization: Bearer KEY` with one of `keys`."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or path_of(scope) in OPEN_PATHS or self._is_known(scope):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            401,
+            "a key is needed: send it as `Authorization: Bearer KEY`",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error_response(error)(scope, receive, send)
+
+    def _is_known(self, scope: Scope) -> bool:
+        sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        if sent[: len(_SCHEME)].lower() != _SCHEME:
+            return False
+        digest = _digest(sent[len(_SCHEME) :].strip())
+        # A list, not a generator: every key is compared, whichever matches.
+        return any(hmac.compare_digest(digest, known) for known in self._digests)
+
+
+def path_of(scope: Scope) -> str:
+    """The request's path below the server's root path."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+def _digest(key: bytes) -> bytes:
+    """Equal lengths, so that comparing tells nothing of a key's length."""
+    return hashlib.sha256(key).digest()

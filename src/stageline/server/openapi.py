@@ -1,0 +1,144 @@
+"""/openapi.json: what the server takes and gives, written by the structs that take and give it (OpenAPI 3.1).
+
+One idea: nothing is described twice. Schemas come from the structs, paths from the list beside each module's routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import stageline
+from stageline.server.errors import JSON
+from stageline.server.operations import BODY_ERRORS, Operation
+from stageline.server.protocol import ErrorBody
+from stageline.server.routing import endpoint
+from stageline.server.state import ServerState
+
+OPERATIONS = [
+    Operation("GET", "/openapi.json", "This description", tag="server", answer=dict[str, Any]),
+    Operation("GET", "/docs", "This description as a page", tag="server", answer_type="text/html"),
+]
+_REF = "#/components/schemas/{name}"
+_RETRY_AFTER = {"Retry-After": {"description": "Seconds until it may succeed", "schema": {"type": "integer"}}}
+# Any request, whatever its path.
+_ERRORS_OF_ALL = (431, 500, 503)
+_STREAM_HELP = (
+    "Server-sent events, if `stream` is true: each `data:` line holds one JSON object of the schema in "
+    "`x-event-schema`, or, if the answer breaks off, an error; the last one holds `[DONE]`."
+)
+
+
+def routes(state: ServerState, operations: Sequence[Operation]) -> list[Route]:
+    """Args:
+    operations: all that the server has, besides those of this module.
+    """
+    body = msgspec.json.encode(describe(state, [*operations, *OPERATIONS]))
+
+    async def show(_state: ServerState, _http: Request) -> Response:
+        return Response(body, media_type=JSON)
+
+    return [Route("/openapi.json", endpoint(state, show), methods=["GET"])]
+
+
+def describe(state: ServerState, operations: Sequence[Operation]) -> dict[str, Any]:
+    """The whole document."""
+    types = [kind for one in operations for kind in (one.request, one.answer, one.event) if _is_struct(kind)]
+    kinds = list(dict.fromkeys([ErrorBody, *types]))
+    references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    schema_of = dict(zip(kinds, references, strict=True))
+    for component in components.values():
+        _name_the_models(component, state.model_names)
+    needs_key = bool(state.config.api_key)
+    paths: dict[str, dict[str, Any]] = {}
+    for one in operations:
+        paths.setdefault(one.path, {})[one.method.lower()] = _operation(one, schema_of, state, needs_key)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Stageline",
+            "version": stageline.__version__,
+            "description": "OpenAI's HTTP API on a pipeline of stages. Unknown fields of a request are ignored; a "
+            "field that is null counts as absent.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": state.config.root_path or "/"}],
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if needs_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _name_the_models(component: dict[str, Any], names: Sequence[str]) -> None:
+    """A request can name these models only; an answer shows the name that was asked for."""
+    model = component.get("properties", {}).get("model")
+    if model is None:
+        return
+    if "anyOf" in model:
+        model["anyOf"] = [{"enum": list(names)} if one == {"type": "string"} else one for one in model["anyOf"]]
+    else:
+        model["enum"] = list(names)
+
+
+def _operation(
+    one: Operation, schema_of: dict[Any, dict[str, Any]], state: ServerState, needs_key: bool
+) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": _operation_id(one),
+        "summary": one.summary,
+        "tags": [one.tag],
+        "responses": {"200": _success(one, schema_of)},
+    }
+    errors = set(_ERRORS_OF_ALL) | set(one.errors) | (set(BODY_ERRORS) if one.request is not None else set())
+    if needs_key and not one.is_open:
+        errors.add(401)
+        described["security"] = [{"key": []}]
+    for status in sorted(errors):
+        described["responses"][str(status)] = _error(status, schema_of[ErrorBody])
+    if one.request is not None:
+        content: dict[str, Any] = {"schema": schema_of[one.request]}
+        if one.example:
+            content["example"] = {"model": state.model_names[0], **one.example}
+        described["requestBody"] = {"required": True, "content": {JSON: content}}
+    if "{model}" in one.path:
+        described["parameters"] = [
+            {"name": "model", "in": "path", "required": True, "schema": {"enum": list(state.model_names)}}
+        ]
+    return described
+
+
+def _operation_id(one: Operation) -> str:
+    words = one.path.replace("{", "by/").replace("}", "").replace(".", "/").split("/")
+    return "_".join([one.method.lower(), *(word for word in words if word)])
+
+
+def _success(one: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    if one.answer_type != JSON:
+        return {"description": "Done", "content": {one.answer_type: {"schema": {"type": "string"}}}}
+    schema = schema_of.get(one.answer, {"type": "object"})
+    content: dict[str, Any] = {JSON: {"schema": schema}}
+    if one.event is not None:
+        content["text/event-stream"] = {
+            "schema": {"type": "string", "description": _STREAM_HELP},
+            "x-event-schema": schema_of[one.event],
+        }
+    return {"description": "Done", "content": content}
+
+
+def _error(status: int, schema: dict[str, Any]) -> dict[str, Any]:
+    described: dict[str, Any] = {"description": HTTPStatus(status).phrase, "content": {JSON: {"schema": schema}}}
+    if status in (429, 503):
+        described["headers"] = _RETRY_AFTER
+    return described
