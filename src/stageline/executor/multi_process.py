@@ -38,7 +38,8 @@ from stageline.executor.messages import (
     WorkerConfig,
 )
 from stageline.executor.watch import Watch
-from stageline.executor.worker_process import WorkerProcess, wait_for_ends
+from stageline.executor.worker_process import WorkerProcess
+from stageline.links.child_process import wait_for_ends
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links, make_ipc_folder
 from stageline.links.wakeup import Wakeup

@@ -18,6 +18,7 @@ import zmq
 
 from stageline.errors import ConfigError
 from stageline.executor.messages import Failed, WorkerConfig
+from stageline.links.child_process import read_message
 from stageline.links.frames import encode_message
 from stageline.links.sockets import Links
 from stageline.log import set_up_logging
@@ -70,18 +71,10 @@ def _run(config: WorkerConfig, links: Links, control: zmq.Socket[bytes], engine:
 
 def _read_config() -> WorkerConfig:
     """The engine writes the length and the configuration, then keeps the pipe open as long as it lives."""
-    num_bytes = int.from_bytes(_read_exactly(8), "little")
-    return msgspec.msgpack.decode(_read_exactly(num_bytes), type=WorkerConfig)
-
-
-def _read_exactly(num_bytes: int) -> bytes:
-    body = b""
-    while len(body) < num_bytes:
-        part = os.read(sys.stdin.fileno(), num_bytes - len(body))
-        if not part:
-            sys.exit("a stage's process is started by the engine, not by hand")
-        body += part
-    return body
+    body = read_message(sys.stdin.fileno())
+    if body is None:
+        sys.exit("a stage's process is started by the engine, not by hand")
+    return msgspec.msgpack.decode(body, type=WorkerConfig)
 
 
 def _last_words(stage_index: int, error: BaseException) -> Failed:
