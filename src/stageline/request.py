@@ -20,6 +20,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         priority: smaller is served first; equal ones in the order of their arrival.
         cache_salt: only requests with the same salt share cached prefixes.
         deadline_s: when it ends unfinished at the latest, on the engine's clock; None for never.
+        num_completions: of the user's request, told by the first of them; 0 for the others.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     deadline_s: float | None = None
+    num_completions: int = 1
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):

@@ -105,6 +105,7 @@ class InputProcessor:
                 eos_token_ids=eos_token_ids,
                 stop_token_ids=stop_token_ids,
                 arrival_s=arrival_s,
+                num_completions=0 if index else params.n,
             )
             for index in range(params.n)
         ]

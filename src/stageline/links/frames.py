@@ -17,8 +17,8 @@ from stageline.errors import FrameError
 
 Message = TypeVar("Message")
 
-_HEADER = struct.Struct("<4sIQQdd")
-_MAGIC = b"SLA1"
+_HEADER = struct.Struct("<4sIQQddd")
+_MAGIC = b"SLA2"
 
 
 class MessageDecoder(Generic[Message]):
@@ -40,21 +40,32 @@ def encode_message(message: msgspec.Struct) -> bytes:
 
 
 def activation_header(
-    epoch: int, microbatch: int, sequence: int, computing_s: float = 0.0, slowest_s: float = 0.0
+    epoch: int,
+    microbatch: int,
+    sequence: int,
+    computing_s: float = 0.0,
+    slowest_s: float = 0.0,
+    sent_s: float = 0.0,
 ) -> bytes:
     """The frame before an activation's bytes.
 
     Args:
         sequence: how many activations went over this link before.
         computing_s, slowest_s: time the stages so far computed this microbatch, in all and the slowest one alone.
+        sent_s: when the sender began to send, on its clock.
     """
-    return _HEADER.pack(_MAGIC, epoch, microbatch, sequence, computing_s, slowest_s)
+    return _HEADER.pack(_MAGIC, epoch, microbatch, sequence, computing_s, slowest_s, sent_s)
 
 
 def stage_times(header: memoryview) -> tuple[float, float]:
     """(computing_s, slowest_s) of a header that `check_activation` let pass."""
-    *_, computing_s, slowest_s = _HEADER.unpack(header)
+    *_, computing_s, slowest_s, _ = _HEADER.unpack(header)
     return computing_s, slowest_s
+
+
+def sent_time_s(header: memoryview) -> float:
+    """When the sender began to send, on its clock, as it claims: any number, or none at all (NaN)."""
+    return float(_HEADER.unpack(header)[-1])
 
 
 def check_activation(
@@ -67,7 +78,7 @@ def check_activation(
     """
     if len(frames) != 2 or len(frames[0]) != _HEADER.size:
         raise FrameError(f"an activation in {len(frames)} frames; expected a {_HEADER.size}-byte header and a tensor")
-    magic, *found, computing_s, slowest_s = _HEADER.unpack(frames[0])
+    magic, *found, computing_s, slowest_s, _ = _HEADER.unpack(frames[0])
     expected = [epoch, microbatch, sequence]
     if magic != _MAGIC or found != expected:
         raise FrameError(f"activation of (epoch, microbatch, sequence) {found}; expected {expected}")
