@@ -89,6 +89,11 @@ class EngineConfig:
         None, "most tokens of one prompt in one microbatch (default: the scheduler decides)", group="scheduling",
         metavar="TOKENS",
     )
+    max_decode_slowdown: float = setting(
+        2.0, "how many times longer a microbatch may take because of a prompt that arrives while others are being "
+        "answered: low for even streams, high for early first tokens; many prompts at once get more",
+        group="scheduling", metavar="TIMES",
+    )
 
     def check(self) -> EngineConfig:
         """Return self, or raise ConfigError naming the first setting that cannot work."""
@@ -110,6 +115,10 @@ class EngineConfig:
         for name, lowest in (("max_model_len", 2), ("long_prefill_token_threshold", 1), ("max_queue", 1)):
             if (value := getattr(self, name)) is not None:
                 at_least(name, value, lowest)
+        if not self.max_decode_slowdown > 1:
+            raise ConfigError(
+                f"--max-decode-slowdown is {self.max_decode_slowdown}; it must be above 1, or prompts would get nothing"
+            )
         window = self.max_microbatches_in_flight
         if window is not None and window < self.pipeline_parallel_size:
             raise ConfigError(

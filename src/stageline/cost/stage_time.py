@@ -8,6 +8,7 @@ within prompts, e a decode row's own, κ what a decode pays for each token of it
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-_NUM_REMEMBERED = 256
+_NUM_REMEMBERED_DECODES = 192
+_NUM_REMEMBERED_PROMPTS = 64
 _REFIT_EVERY = 16
+_FEW_OBSERVATIONS = 4
+_ENOUGH_PROMPT_TOKENS = 64
 _RIDGE = 1e-6
 
 Array = npt.NDArray[np.float64]
@@ -73,32 +77,60 @@ class StageTimeCosts:
         """The fixed cost of a microbatch, in tokens' worth of time."""
         return self.fixed_s / self.token_s if self.token_s > 0 else 0.0
 
+    def prompt_s(self, num_cached_tokens: int, num_tokens: int) -> float:
+        """What a prompt's chunk adds to a microbatch: b·x + a·(2Lx + x²)."""
+        attention = 2 * num_cached_tokens * num_tokens + num_tokens * num_tokens
+        return self.token_s * num_tokens + self.prefill_attention_s * attention
+
+    def prompt_tokens_in(self, time_s: float, num_cached_tokens: int) -> int:
+        """The longest chunk on top of the cached tokens that adds no more than that; at most 2^31."""
+        if time_s <= 0:
+            return 0
+        linear_s = self.token_s + 2 * self.prefill_attention_s * num_cached_tokens
+        # The root of a·x² + linear·x = t, in the form that loses no digits when a is small, and holds for a = 0.
+        divisor = linear_s + math.sqrt(linear_s * linear_s + 4 * self.prefill_attention_s * time_s)
+        return int(min(2 * time_s / divisor, 2**31)) if divisor > 0 else 2**31
+
 
 class StageTimeModel:
     """Least squares with coefficients of at least 0 over the last microbatches, relative to their times.
 
     Relative, because a decode of milliseconds matters as much as a prompt's chunk of a second. A coefficient that comes
     out negative is left out and the rest fitted again: with few kinds of microbatches several explanations fit, and a
-    negative cost would be absurd for the next one.
+    negative cost would be absurd for the next one. Microbatches with prompts are remembered apart, or what a prompt
+    costs would be forgotten while there are only decodes, which cannot tell the costs apart.
     """
 
     def __init__(self) -> None:
         self.costs: StageTimeCosts | None = None
-        self._rows: deque[tuple[float, ...]] = deque(maxlen=_NUM_REMEMBERED)
+        self._decodes: deque[tuple[float, ...]] = deque(maxlen=_NUM_REMEMBERED_DECODES)
+        self._prompts: deque[tuple[float, ...]] = deque(maxlen=_NUM_REMEMBERED_PROMPTS)
+        self._num_prompt_tokens = 0
         self._num_since_fit = 0
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Enough of prompts was seen to predict what one adds to a microbatch."""
+        return self.costs is not None and self._num_prompt_tokens >= _ENOUGH_PROMPT_TOKENS
 
     def observe(self, shape: MicrobatchShape, elapsed_s: float) -> None:
         """Learn from a microbatch that took `elapsed_s` on its slowest stage."""
         if elapsed_s <= 0.0:
             return
-        self._rows.append(tuple(feature / elapsed_s for feature in shape.features()))
+        row = tuple(feature / elapsed_s for feature in shape.features())
+        num_prompt_tokens = shape.num_tokens - shape.num_decodes
+        (self._prompts if num_prompt_tokens else self._decodes).append(row)
+        self._num_prompt_tokens += num_prompt_tokens
         self._num_since_fit += 1
-        if self._num_since_fit >= _REFIT_EVERY or (self.costs is None and self._num_since_fit >= 4):
+        # The first prompts teach much, and the next microbatch needs it.
+        is_news = num_prompt_tokens > 0 and len(self._prompts) <= _REFIT_EVERY
+        has_enough = len(self._decodes) + len(self._prompts) >= _FEW_OBSERVATIONS
+        if self._num_since_fit >= _REFIT_EVERY or (has_enough and (is_news or self.costs is None)):
             self._fit()
             self._num_since_fit = 0
 
     def _fit(self) -> None:
-        rows = np.array(self._rows)
+        rows = np.array([*self._decodes, *self._prompts])
         scale = np.sqrt((rows**2).mean(axis=0))
         used = np.flatnonzero(scale > 0)
         solution = np.zeros(rows.shape[1])

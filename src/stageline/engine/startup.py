@@ -186,6 +186,7 @@ def _make_core(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         max_chunk_tokens=config.long_prefill_token_threshold,
+        max_decode_slowdown=config.max_decode_slowdown,
     )
     return EngineCore(executor, Scheduler(kv, limits), clock)
 

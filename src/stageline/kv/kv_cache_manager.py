@@ -1,8 +1,9 @@
 """Block tables of requests over one pool of block ids, with a prefix cache.
 
 All stages use the same block ids: a stage keeps the blocks of its own layers only, and every stage has the same number
-of them. Full blocks are named by a hash of their tokens and of the block before, so equal prefixes have equal names. A
-block is shareable as soon as the microbatch that fills it is launched, because stages run microbatches in order.
+of them. Full blocks are named by a hash of their tokens and of the block before, the first also by its request's salt:
+equal prefixes have equal names, and requests with different salts never share. A block is shareable as soon as the
+microbatch that fills it is launched, because stages run microbatches in order.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ class BlockTable:
     """One request's blocks.
 
     Args:
+        salt: what the name of its first block depends on besides the tokens.
         block_ids: in the order of its tokens.
         names: content names of its full blocks as far as they were computed; they outlive a preemption.
         num_filled: leading blocks whose content the prefix cache knows.
     """
 
+    salt: str = ""
     block_ids: list[int] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     num_filled: int = 0
@@ -103,7 +106,11 @@ class KVCacheManager:
     def _name(self, table: BlockTable, token_ids: Sequence[int], index: int) -> bytes:
         """Content name of a full block; needs the names of the blocks before it."""
         if index == len(table.names):
-            parent = table.names[-1] if table.names else b""
+            parent = table.names[-1] if table.names else _hash(table.salt.encode("utf-8", "surrogatepass"), b"")
             tokens = token_ids[index * self.block_size : (index + 1) * self.block_size]
-            table.names.append(hashlib.blake2b(array("q", tokens).tobytes(), key=parent, digest_size=32).digest())
+            table.names.append(_hash(array("q", tokens).tobytes(), parent))
         return table.names[index]
+
+
+def _hash(content: bytes, parent: bytes) -> bytes:
+    return hashlib.blake2b(content, key=parent, digest_size=32).digest()

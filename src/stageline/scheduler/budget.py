@@ -1,13 +1,22 @@
-"""How many prompt tokens go into one microbatch: chunks that fill the pipeline without costing more than they gain."""
+"""How many prompt tokens go into one microbatch: chunks that fill the pipeline without costing more than they gain,
+and that the decodes which share it, or queue behind it, can bear."""
 
 from __future__ import annotations
 
 import math
 
+from stageline.cost.stage_time import StageTimeCosts
+
 CHUNK_OVERHEAD_TOKENS = 64
 """The fixed cost of a chunk on a stage (launch, weights, messages) in tokens' worth of compute, until measured."""
 
 MIN_CHUNK_TOKENS = 32
+
+LEAST_TOKENS_BESIDE_DECODES = 4
+"""What a prompt gets in a microbatch however slow it is: it must come to an end."""
+
+_DECODES_PER_PROMPT = 8
+_LARGEST_SHARE = 16.0
 
 
 def prefill_tokens_per_microbatch(
@@ -30,10 +39,57 @@ def prefill_tokens_per_microbatch(
     return max(MIN_CHUNK_TOKENS, math.ceil(num_waiting_tokens / num_chunks))
 
 
+def decode_slowdown(most: float, num_prompts: int, num_decoding: int) -> float:
+    """How many times longer than with decodes alone a microbatch may take because of prompts.
+
+    `most` for one prompt, however long: it cannot starve the decodes. Many prompts, a burst, get more in proportion to
+    what they make wait, each weighing as much as several decodes: decodes are the more efficient the more of them there
+    are, so it pays to begin them together. The share has a bound: decodes go on under an endless stream of prompts.
+
+    Args:
+        most: at least 1.
+        num_prompts: requests that could get their first token now.
+        num_decoding: at least 1.
+    """
+    share = _DECODES_PER_PROMPT * (num_prompts - 1) / num_decoding
+    return 1.0 + (most - 1.0) * min(max(share, 1.0), _LARGEST_SHARE)
+
+
+class PrefillRoom:
+    """What is left of a microbatch for prompts: tokens, and time if decodes would wait for them.
+
+    Args:
+        num_tokens: most tokens.
+        time_s: most time on the slowest stage, which `costs` predict; None if nobody waits.
+    """
+
+    def __init__(self, num_tokens: int, time_s: float | None = None, costs: StageTimeCosts | None = None) -> None:
+        self._num_tokens = num_tokens
+        self._time_s = time_s
+        self._costs = costs
+        self._least_tokens = LEAST_TOKENS_BESIDE_DECODES
+
+    def tokens_after(self, num_computed_tokens: int) -> int:
+        """Room for a prompt's tokens on top of those computed. The first prompt that takes some has a minimum."""
+        if self._time_s is None or self._costs is None:
+            return self._num_tokens
+        in_time = self._costs.prompt_tokens_in(self._time_s, num_computed_tokens)
+        return min(self._num_tokens, max(self._least_tokens, in_time))
+
+    def take(self, num_computed_tokens: int, num_tokens: int) -> None:
+        """Account for a chunk of `num_tokens` on top of those computed."""
+        self._num_tokens -= num_tokens
+        self._least_tokens = 0
+        if self._time_s is not None and self._costs is not None:
+            self._time_s -= self._costs.prompt_s(num_computed_tokens, num_tokens)
+
+
 def chunk_length(gap: int, num_computed_tokens: int, room: int, block_size: int) -> int:
-    """Tokens of one prompt to schedule into `room`; a chunk that is not the last ends on a block boundary if it can."""
+    """Tokens of one prompt to schedule into `room`.
+
+    A chunk that is not the last ends on a block boundary, unless that would waste more than a quarter of the room.
+    """
     if gap <= room:
         return gap
-    end = num_computed_tokens + room
-    aligned = end - end % block_size
-    return aligned - num_computed_tokens if aligned > num_computed_tokens else room
+    num_over = (num_computed_tokens + room) % block_size
+    return room - num_over if 4 * num_over <= room else room

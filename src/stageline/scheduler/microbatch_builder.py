@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stageline.cost.stage_time import MicrobatchShape
 from stageline.pipeline.microbatch import AddedRequest, ExtendedTable, Microbatch
 from stageline.scheduler.scheduled_request import ScheduledRequest
 
@@ -18,6 +19,11 @@ class MicrobatchBuilder:
         self._num_computed: list[int] = []
         self._token_ids: list[int] = []
         self._sampling_rows: list[int] = []
+
+    @property
+    def shape(self) -> MicrobatchShape:
+        """What its time depends on, as far as it is filled."""
+        return MicrobatchShape.of_rows(self._num_computed, self._num_scheduled)
 
     def introduce(self, request: ScheduledRequest) -> None:
         """Tell the stages of a request; its block table is complete for its first row."""

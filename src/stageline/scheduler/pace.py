@@ -9,9 +9,10 @@ from __future__ import annotations
 from stageline.cost.stage_time import MicrobatchShape, StageTimeModel
 from stageline.cost.window import RingTime, best_window
 from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
-from stageline.scheduler.budget import CHUNK_OVERHEAD_TOKENS
+from stageline.scheduler.budget import CHUNK_OVERHEAD_TOKENS, PrefillRoom
 
 _RECONSIDER_EVERY = 32
+_LEAST_UNKNOWN_TOKENS = 16
 _LEAST_OVERHEAD_TOKENS, _MOST_OVERHEAD_TOKENS = 16, 512
 
 
@@ -66,6 +67,26 @@ class Pace:
         if self._model.costs is None:
             return CHUNK_OVERHEAD_TOKENS
         return min(max(self._model.costs.fixed_cost_tokens, _LEAST_OVERHEAD_TOKENS), _MOST_OVERHEAD_TOKENS)
+
+    def room_beside_decodes(
+        self, num_tokens: int, placed: MicrobatchShape, num_decoding: int, slowdown: float
+    ) -> PrefillRoom:
+        """Room for prompts in a microbatch that shall take no longer than `slowdown` times one with decodes alone.
+
+        It holds for microbatches without a decode as well: decodes of others queue behind them. Until it is known what
+        a prompt's token costs, it is taken to cost as much as a decode.
+
+        Args:
+            num_tokens: most tokens.
+            placed: rows that are in the microbatch already.
+            num_decoding: requests that decode, in this microbatch or another.
+        """
+        rows = -(-num_decoding // self.window)
+        costs = self._model.costs
+        if costs is None or not self._model.knows_prompts:
+            return PrefillRoom(min(num_tokens, max(_LEAST_UNKNOWN_TOKENS, int((slowdown - 1) * rows))))
+        level = MicrobatchShape(rows, 0, rows, int(rows * self._mean_context_tokens))
+        return PrefillRoom(num_tokens, slowdown * costs.predict_s(level) - costs.predict_s(placed), costs)
 
     def decode_weight(self, num_cached_tokens: int) -> float:
         """A decode row's share of a microbatch's time, in units of a row with the mean context; 1 until known."""

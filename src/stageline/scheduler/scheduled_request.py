@@ -11,6 +11,9 @@ from stageline.pipeline.microbatch import PromptLogprobs
 from stageline.request import EngineRequest
 from stageline.sampling import TokenLogprobs
 
+Rank = tuple[int, ...]
+"""Smaller comes first; no two requests have the same."""
+
 
 @dataclass(eq=False)
 class ScheduledRequest:
@@ -40,6 +43,16 @@ class ScheduledRequest:
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+
+    @property
+    def rank(self) -> Rank:
+        """Importance: the priority asked for, then the order of arrival. A preemption does not change it."""
+        return self.asked.priority, self.arrival_index
+
+    @property
+    def rank_by_length(self) -> Rank:
+        """How soon its prompt would be done, among those of its priority."""
+        return self.asked.priority, self.gap, self.arrival_index
 
     @property
     def num_prompt_tokens(self) -> int:

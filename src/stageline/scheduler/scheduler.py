@@ -7,19 +7,24 @@ follow each other into the pipeline without waiting.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from stageline.errors import InternalError, RequestError
-from stageline.kv.kv_cache_manager import KVCacheManager
-from stageline.outputs import FinishReason
+from stageline.kv.kv_cache_manager import BlockTable, KVCacheManager
 from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.sampling import TokenLogprobs
-from stageline.scheduler.budget import chunk_length, prefill_tokens_per_microbatch
+from stageline.scheduler.budget import (
+    PrefillRoom,
+    chunk_length,
+    decode_slowdown,
+    prefill_tokens_per_microbatch,
+)
 from stageline.scheduler.microbatch_builder import MicrobatchBuilder
+from stageline.scheduler.news import News
 from stageline.scheduler.pace import Pace
-from stageline.scheduler.scheduled_request import ScheduledRequest
+from stageline.scheduler.scheduled_request import Rank, ScheduledRequest
+from stageline.scheduler.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class SchedulerLimits:
         max_num_batched_tokens: tokens in one microbatch.
         max_model_len: tokens of one request.
         max_chunk_tokens: tokens of one prompt in one microbatch, or None for no bound of its own.
+        max_decode_slowdown: how many times longer than with decodes alone a microbatch may take because of a prompt, or
+            None for no bound.
     """
 
     num_stages: int
@@ -43,17 +50,7 @@ class SchedulerLimits:
     max_model_len: int
     max_chunk_tokens: int | None = None
     widest_window: int | None = None
-
-
-@dataclass
-class _News:
-    """What a result says about one request, until it becomes an update."""
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    max_decode_slowdown: float | None = None
 
 
 class Scheduler:
@@ -68,11 +65,14 @@ class Scheduler:
         self._next_arrival = 0
         self._by_id: dict[str, ScheduledRequest] = {}
         self._by_number: dict[int, ScheduledRequest] = {}
-        self._waiting: deque[ScheduledRequest] = deque()
-        self._num_waiting_tokens = 0
+        self._waiting = WaitingQueue()
         self._running: dict[ScheduledRequest, None] = {}
         self._ready: dict[ScheduledRequest, None] = {}
         self._prefilling: dict[ScheduledRequest, None] = {}
+        self._is_turn_of_shortest = False
+        self._num_preemptions = 0
+        self._num_prefix_queries_tokens = 0
+        self._num_prefix_hits_tokens = 0
         self._removed: list[int] = []
         self._launched_s: dict[int, float] = {}
         self._pace = Pace(limits.window, limits.widest_window or limits.window)
@@ -96,6 +96,36 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Known tokens that no microbatch covers yet, of prompts that wait or are partly computed."""
+        return self._waiting.num_tokens + sum(request.gap for request in self._prefilling)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Since the start, as are the next two."""
+        return self._num_preemptions
+
+    @property
+    def num_prefix_queries_tokens(self) -> int:
+        """Prompt tokens that were looked up in the prefix cache."""
+        return self._num_prefix_queries_tokens
+
+    @property
+    def num_prefix_hits_tokens(self) -> int:
+        """Prompt tokens that were found there."""
+        return self._num_prefix_hits_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """KV cache blocks that every stage has."""
+        return self._kv.num_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that some request refers to; cached ones that nobody uses are free."""
+        return self._kv.num_blocks - self._kv.num_free_blocks
+
     def add(self, asked: EngineRequest) -> None:
         """Queue a request. Raises: RequestError if it can never fit, with the numbers."""
         num_tokens = len(asked.prompt_token_ids) + asked.max_tokens
@@ -116,11 +146,11 @@ class Scheduler:
             )
         if asked.request_id in self._by_id:
             raise RequestError(f"request id {asked.request_id!r} is in use; choose another", "request_id")
-        request = ScheduledRequest(asked, self._next_arrival, list(asked.prompt_token_ids))
+        table = BlockTable(asked.cache_salt)
+        request = ScheduledRequest(asked, self._next_arrival, list(asked.prompt_token_ids), table)
         self._next_arrival += 1
         self._by_id[asked.request_id] = request
-        self._waiting.append(request)
-        self._num_waiting_tokens += request.gap
+        self._waiting.add(request)
 
     def abort(self, request_id: str, now_s: float) -> RequestUpdate | None:
         """End a request wherever it is. Its blocks are free once no microbatch in flight refers to it.
@@ -130,11 +160,10 @@ class Scheduler:
         request = self._by_id.get(request_id)
         if request is None:
             return None
-        if request not in self._running:
+        if request in self._waiting:
             self._waiting.remove(request)
-            self._num_waiting_tokens -= request.gap
         self._retire(request)
-        return _update(request, _News(finish_reason="abort"), now_s)
+        return News(finish_reason="abort").update_for(request, now_s)
 
     # ---- microbatches go out ----
 
@@ -142,9 +171,8 @@ class Scheduler:
         """The next microbatch, or None if nothing can be scheduled now. The caller launches it at once."""
         builder = MicrobatchBuilder()
         self._schedule_decodes(builder)
-        room = self._prefill_room(builder)
-        room = self._schedule_prefills(builder, room)
-        self._admit(builder, room, now_s)
+        if self._prefilling or self._waiting:
+            self._schedule_prompts(builder, now_s)
         if not builder.requests:
             return None
         microbatch = builder.build(self._epoch, self._next_microbatch, self._removed)
@@ -165,46 +193,87 @@ class Scheduler:
                 break
             self._preempt(request)
 
-    def _prefill_room(self, builder: MicrobatchBuilder) -> int:
-        num_waiting_tokens = self._num_waiting_tokens + sum(request.gap for request in self._prefilling)
+    def _prefill_room(self, builder: MicrobatchBuilder) -> PrefillRoom:
         share = prefill_tokens_per_microbatch(
-            num_waiting_tokens, self.limits.num_stages, self._pace.chunk_overhead_tokens
+            self.num_waiting_tokens, self.limits.num_stages, self._pace.chunk_overhead_tokens
         )
-        return min(share, self.limits.max_num_batched_tokens - builder.num_tokens)
+        num_tokens = min(share, self.limits.max_num_batched_tokens - builder.num_tokens)
+        num_decoding = len(self._running) - len(self._prefilling)
+        if num_decoding == 0 or self.limits.max_decode_slowdown is None:
+            return PrefillRoom(num_tokens)
+        num_prompts = min(len(self._prefilling) + len(self._waiting), self.limits.max_num_seqs - num_decoding)
+        slowdown = decode_slowdown(self.limits.max_decode_slowdown, num_prompts, num_decoding)
+        return self._pace.room_beside_decodes(num_tokens, builder.shape, num_decoding, slowdown)
 
-    def _schedule_prefills(self, builder: MicrobatchBuilder, room: int) -> int:
-        """Continue prompts that are partly computed, oldest first. Returns: the room that is left."""
-        for request in list(self._prefilling):
-            if room < 1:
+    def _schedule_prompts(self, builder: MicrobatchBuilder, now_s: float) -> None:
+        """Continue prompts that are partly computed and start waiting ones, while there is room.
+
+        Microbatches take turns: in one the most important goes first, in the next the shortest. So a short prompt does
+        not wait for a long one before it, and the long one still gets every other microbatch.
+        """
+        room = self._prefill_room(builder)
+        opened = sorted(self._prefilling, key=self._turn_rank, reverse=True)
+        num_rows_before, can_admit = len(builder.requests), True
+        while True:
+            waiting = self._next_waiting() if can_admit else None
+            if opened and (waiting is None or self._turn_rank(opened[-1]) < self._turn_rank(waiting)):
+                request = opened.pop()
+                if request not in self._prefilling:
+                    continue
+                num_tokens = self._chunk(request, room)
+                if not self._is_worth_a_row(request, num_tokens, builder) or (
+                    not self._place(builder, request, num_tokens)
+                ):
+                    break
+                room.take(request.num_computed_tokens - num_tokens, num_tokens)
+            elif waiting is not None:
+                can_admit = self._admit(builder, waiting, room, now_s)
+            else:
                 break
-            if request not in self._prefilling:
-                continue
-            num_tokens = self._chunk(request, room)
-            if not self._place(builder, request, num_tokens):
-                return 0
-            room -= num_tokens
-        return room
+        if len(builder.requests) > num_rows_before:
+            self._is_turn_of_shortest = not self._is_turn_of_shortest
 
-    def _admit(self, builder: MicrobatchBuilder, room: int, now_s: float) -> None:
-        """Start waiting requests, oldest first, while there is room in the microbatch and in the KV cache."""
-        while self._waiting and room > 0 and len(self._running) < self.limits.max_num_seqs:
-            request = self._waiting[0]
-            num_waiting_tokens = request.gap
-            if not request.has_undescribed_tokens:
-                request.num_computed_tokens = self._kv.reuse_prefix(request.table, request.token_ids)
-            num_tokens = self._chunk(request, room)
-            if not self._has_blocks_for(request) or (
-                self._kv.extend(request.table, request.num_computed_tokens + num_tokens) is None
-            ):
-                self._kv.close(request.table)
-                request.num_computed_tokens = 0
-                return
-            self._waiting.popleft()
-            self._num_waiting_tokens -= num_waiting_tokens
-            self._start(request, now_s)
-            builder.introduce(request)
-            self._add_row(builder, request, num_tokens)
-            room -= num_tokens
+    def _turn_rank(self, request: ScheduledRequest) -> Rank:
+        return request.rank_by_length if self._is_turn_of_shortest else request.rank
+
+    def _next_waiting(self) -> ScheduledRequest | None:
+        """The waiting request to start next, if one may be started.
+
+        While the most important one waits for memory no other comes before it, or it might wait forever.
+        """
+        first = self._waiting.most_important()
+        if first is None or len(self._running) >= self.limits.max_num_seqs:
+            return None
+        return self._waiting.shortest() if self._is_turn_of_shortest and self._has_blocks_for(first) else first
+
+    def _is_worth_a_row(self, request: ScheduledRequest, num_tokens: int, builder: MicrobatchBuilder) -> bool:
+        """Crumbs of another prompt are not, unless they are its last."""
+        if num_tokens < 1:
+            return False
+        is_first_prompt = len(builder.requests) == builder.num_tokens
+        return is_first_prompt or num_tokens == request.gap or num_tokens >= self._kv.block_size
+
+    def _admit(self, builder: MicrobatchBuilder, request: ScheduledRequest, room: PrefillRoom, now_s: float) -> bool:
+        """Start a waiting request. False, with nothing changed, if there is no room in microbatch or KV cache."""
+        if room.tokens_after(0) < 1:
+            return False
+        if not request.has_undescribed_tokens:
+            request.num_computed_tokens = self._kv.reuse_prefix(request.table, request.token_ids)
+        num_tokens = self._chunk(request, room)
+        if (
+            not self._is_worth_a_row(request, num_tokens, builder)
+            or not self._has_blocks_for(request)
+            or self._kv.extend(request.table, request.num_computed_tokens + num_tokens) is None
+        ):
+            self._kv.close(request.table)
+            request.num_computed_tokens = 0
+            return False
+        self._waiting.remove(request)
+        self._start(request, now_s)
+        builder.introduce(request)
+        room.take(request.num_computed_tokens, num_tokens)
+        self._add_row(builder, request, num_tokens)
+        return True
 
     def _start(self, request: ScheduledRequest, now_s: float) -> None:
         request.request_number = self._next_request_number
@@ -214,6 +283,9 @@ class Scheduler:
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now_s
             request.num_cached_tokens = request.num_computed_tokens
+            if self._kv.enable_prefix_caching and not request.has_undescribed_tokens:
+                self._num_prefix_queries_tokens += request.num_prompt_tokens
+                self._num_prefix_hits_tokens += request.num_cached_tokens
 
     def _has_blocks_for(self, request: ScheduledRequest) -> bool:
         """All its known tokens fit beside what running prompts still need and one block of growth for each request.
@@ -228,19 +300,20 @@ class Scheduler:
     def _num_missing_blocks(self, request: ScheduledRequest) -> int:
         return self._kv.blocks_for(len(request.token_ids)) - len(request.table.block_ids)
 
-    def _chunk(self, request: ScheduledRequest, room: int) -> int:
+    def _chunk(self, request: ScheduledRequest, room: PrefillRoom) -> int:
+        most = room.tokens_after(request.num_computed_tokens)
         if self.limits.max_chunk_tokens is not None:
-            room = min(room, self.limits.max_chunk_tokens)
-        return chunk_length(request.gap, request.num_computed_tokens, room, self._kv.block_size)
+            most = min(most, self.limits.max_chunk_tokens)
+        return chunk_length(request.gap, request.num_computed_tokens, most, self._kv.block_size)
 
     def _place(self, builder: MicrobatchBuilder, request: ScheduledRequest, num_tokens: int) -> bool:
-        """Add a row of a running request, preempting newer requests for its blocks. False if that did not help."""
+        """Add a row of a running request, preempting less important ones for its blocks. False if that did not help."""
         while True:
             block_ids = self._kv.extend(request.table, request.num_computed_tokens + num_tokens)
             if block_ids is not None:
                 break
-            victim = self._newest_running(builder, but=request)
-            if victim is None or victim.arrival_index < request.arrival_index:
+            victim = self._least_important(builder, but=request)
+            if victim is None or victim.rank < request.rank:
                 return False
             self._preempt(victim)
         builder.extend_table(request, block_ids)
@@ -264,11 +337,11 @@ class Scheduler:
 
     # ---- memory runs out ----
 
-    def _newest_running(self, builder: MicrobatchBuilder, but: ScheduledRequest) -> ScheduledRequest | None:
+    def _least_important(self, builder: MicrobatchBuilder, but: ScheduledRequest) -> ScheduledRequest | None:
         placed = set(builder.requests)
         return max(
             (request for request in self._running if request is not but and request not in placed),
-            key=lambda request: request.arrival_index,
+            key=lambda request: request.rank,
             default=None,
         )
 
@@ -283,10 +356,10 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_in_flight = 0
         request.num_preemptions += 1
+        self._num_preemptions += 1
         del self._by_number[request.request_number]
         request.request_number = 0
-        self._waiting.appendleft(request)
-        self._num_waiting_tokens += request.gap
+        self._waiting.add(request)
 
     def _forget(self, request: ScheduledRequest) -> None:
         """Take a running request out of the queues and let the stages drop it with the next microbatch."""
@@ -316,21 +389,21 @@ class Scheduler:
                 f"{microbatch}: {len(result.token_ids)} tokens for {len(microbatch.sampling_rows)} sampling rows"
             )
         self._learn(microbatch, result, now_s)
-        news: dict[ScheduledRequest, _News] = {}
+        news: dict[ScheduledRequest, News] = {}
         for described in result.prompt_logprobs:
             request = self._live(described.request_number)
             if request is not None and (new := request.take_description(described)):
-                news.setdefault(request, _News()).prompt_logprobs.extend(new)
+                news.setdefault(request, News()).prompt_logprobs.extend(new)
         for index, row in enumerate(microbatch.sampling_rows):
             request = self._live(microbatch.request_numbers[row])
             if request is not None:
                 logprobs = result.logprobs[index] if result.logprobs else None
-                self._take_token(request, result.token_ids[index], logprobs, news.setdefault(request, _News()), now_s)
+                self._take_token(request, result.token_ids[index], logprobs, news.setdefault(request, News()), now_s)
         self._land(microbatch)
         for request, its_news in news.items():
             if its_news.finish_reason is not None:
                 self._retire(request)
-        return [_update(request, its_news, now_s) for request, its_news in news.items()]
+        return [its_news.update_for(request, now_s) for request, its_news in news.items()]
 
     def _learn(self, microbatch: Microbatch, result: MicrobatchResult, now_s: float) -> None:
         self._pace.observe(microbatch, result, now_s - self._launched_s.pop(microbatch.number))
@@ -343,7 +416,7 @@ class Scheduler:
         return request if request is not None and request in self._running else None
 
     def _take_token(
-        self, request: ScheduledRequest, token_id: int, logprobs: TokenLogprobs | None, news: _News, now_s: float
+        self, request: ScheduledRequest, token_id: int, logprobs: TokenLogprobs | None, news: News, now_s: float
     ) -> None:
         request.token_ids.append(token_id)
         if request.first_token_s is None:
@@ -365,20 +438,3 @@ class Scheduler:
             request.num_in_flight -= 1
             if request.num_in_flight == 0 and request not in self._running:
                 self._release(request)
-
-
-def _update(request: ScheduledRequest, news: _News, now_s: float) -> RequestUpdate:
-    return RequestUpdate(
-        request_id=request.asked.request_id,
-        token_ids=news.token_ids,
-        logprobs=news.logprobs,
-        prompt_logprobs=news.prompt_logprobs,
-        finish_reason=news.finish_reason,
-        stop_reason=news.stop_reason,
-        time_s=now_s,
-        first_scheduled_s=request.first_scheduled_s,
-        first_token_s=request.first_token_s,
-        finished_s=now_s if news.finish_reason is not None else None,
-        num_cached_tokens=request.num_cached_tokens,
-        num_preemptions=request.num_preemptions,
-    )
