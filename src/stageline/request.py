@@ -8,6 +8,17 @@ from stageline.outputs import FinishReason
 from stageline.sampling import SamplerSpec, TokenLogprobs
 
 
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What an answer must look like, as a definition that `stageline.grammar` compiles.
+
+    Args:
+        field: where the user said so, for messages.
+    """
+
+    field: str
+    definition: str
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One completion to be generated. A user's request with n > 1 becomes n of these.
 
@@ -20,6 +31,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         priority: smaller is served first; equal ones in the order of their arrival.
         cache_salt: only requests with the same salt share cached prefixes.
         deadline_s: when it ends unfinished at the latest, on the engine's clock; None for never.
+        grammar: what its tokens must spell; None for anything.
         num_completions: of the user's request, told by the first of them; 0 for the others.
     """
 
@@ -33,6 +45,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     deadline_s: float | None = None
+    grammar: GrammarSpec | None = None
     num_completions: int = 1
 
 

@@ -87,6 +87,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def chat_template_sources(self) -> list[str]:
+        """The templates' Jinja texts: they show what a model's answers look like."""
+        return [template.source for template in self._templates.values()]
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Special tokens that stand in the text become their ids either way."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -105,7 +110,7 @@ class Tokenizer:
         return " " + text if piece.startswith("▁") and not text.startswith(" ") else text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, also where they are only a part of a character; joined with its neighbours' they are text."""
+        """One token's bytes, also where they are a part of a character; joined with its neighbours' they are text."""
         text = self.token_text(token_id)
         if REPLACEMENT not in text:
             return text.encode()
@@ -116,6 +121,10 @@ class Tokenizer:
         """No token stands for more bytes of text; it may be that none stands for as many."""
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         return max((len(piece.encode()) for piece in vocabulary), default=1)
+
+    def serialized(self) -> str:
+        """All of it but the chat templates, in the form of a tokenizer.json."""
+        return str(self._backend.to_str())
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any

@@ -7,6 +7,7 @@ deltas: a stage keeps each request's block table and is told only what changed, 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import accumulate
 
 import msgspec
@@ -54,6 +55,7 @@ class Microbatch(msgspec.Struct, frozen=True, array_like=True, tag="microbatch")
         num_scheduled_tokens: [rows] tokens this microbatch adds, at least 1.
         token_ids: [sum(num_scheduled_tokens)] the rows' new tokens, row by row.
         sampling_rows: rows whose last token's logits give a new token; ascending.
+        masked_rows: those of them whose token must be one that a mask allows, which comes as `TokenMasks`; ascending.
     """
 
     epoch: int
@@ -66,6 +68,7 @@ class Microbatch(msgspec.Struct, frozen=True, array_like=True, tag="microbatch")
     num_scheduled_tokens: list[int]
     token_ids: list[int]
     sampling_rows: list[int]
+    masked_rows: list[int] = []
 
     @property
     def num_rows(self) -> int:
@@ -92,6 +95,26 @@ class Microbatch(msgspec.Struct, frozen=True, array_like=True, tag="microbatch")
         return f"m{self.number}"
 
 
+NO_TOKEN = -1
+"""In the place of a token id: the row's mask had not come when its logits were there, so nothing was sampled."""
+
+
+class TokenMasks(msgspec.Struct, frozen=True, array_like=True, tag="masks"):
+    """Which tokens may be chosen for some rows of one microbatch; for the last stage alone.
+
+    They follow the microbatch, together or one by one, whenever they are known.
+
+    Args:
+        rows: some of the microbatch's `masked_rows`.
+        masks: [rows] one bit per token of the vocabulary, token 0 the lowest of the first byte, in words of 32 bits.
+    """
+
+    epoch: int
+    number: int
+    rows: list[int]
+    masks: list[bytes]
+
+
 class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of consecutive prompt tokens; `first_position` is the index in the prompt of the first."""
 
@@ -104,7 +127,7 @@ class MicrobatchResult(msgspec.Struct, frozen=True, array_like=True, tag="result
     """What the last stage answers to a microbatch, also when nothing was sampled (it frees a place in the window).
 
     Args:
-        token_ids: one per sampling row, in their order.
+        token_ids: one per sampling row, in their order; NO_TOKEN where a mask had not come.
         logprobs: one per sampling row if any row of the microbatch asked for them, else empty.
         computing_s: time the stages computed it, all together.
         slowest_s: time of the slowest stage alone.
@@ -167,6 +190,7 @@ def check_microbatch(microbatch: Microbatch, limits: MicrobatchLimits) -> None:
     _check_ids(microbatch, "sampling row", microbatch.sampling_rows, rows)
     if any(a >= b for a, b in zip(microbatch.sampling_rows, microbatch.sampling_rows[1:], strict=False)):
         raise FrameError(f"{microbatch}: sampling rows are not ascending")
+    _check_masked_rows(microbatch)
     tables = [added.block_ids for added in microbatch.added] + [table.block_ids for table in microbatch.extended]
     for block_ids in tables:
         _check_ids(microbatch, "block id", block_ids, limits.num_blocks)
@@ -179,6 +203,28 @@ def check_microbatch(microbatch: Microbatch, limits: MicrobatchLimits) -> None:
         _check_sampler(microbatch, added.sampler, limits.vocab_size)
         if len(added.history) > limits.max_model_len or not 1 <= added.num_prompt_tokens <= limits.max_model_len:
             raise FrameError(f"{microbatch}: history or prompt longer than max_model_len {limits.max_model_len}")
+
+
+def _check_masked_rows(microbatch: Microbatch) -> None:
+    masked = microbatch.masked_rows
+    if masked and (masked != sorted(set(masked)) or not set(masked) <= set(microbatch.sampling_rows)):
+        raise FrameError(f"{microbatch}: masked rows {masked} are not some of its sampling rows, ascending")
+
+
+def mask_bytes(vocab_size: int) -> int:
+    """Bytes of a mask: one bit per token, in whole words of 32."""
+    return -(-vocab_size // 32) * 4
+
+
+def check_masks(masks: TokenMasks, masked_rows: Collection[int], vocab_size: int) -> None:
+    """Check masks against the microbatch they are for. Raises: FrameError with the numbers."""
+    if len(masks.rows) != len(masks.masks):
+        raise FrameError(f"m{masks.number}: {len(masks.masks)} masks for {len(masks.rows)} rows")
+    for row, mask in zip(masks.rows, masks.masks, strict=True):
+        if row not in masked_rows:
+            raise FrameError(f"m{masks.number}: a mask for row {row}, which asked for none")
+        if len(mask) != mask_bytes(vocab_size):
+            raise FrameError(f"m{masks.number}: a mask of {len(mask)} bytes, expected {mask_bytes(vocab_size)}")
 
 
 def _check_sampler(microbatch: Microbatch, sampler: SamplerSpec, vocab_size: int) -> None:

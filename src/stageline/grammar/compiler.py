@@ -1,0 +1,135 @@
+"""Compiles definitions into matchers, and knows a matcher's masks. One idea: bounded work, whatever is asked for.
+
+What a definition costs is counted by the library in steps, not in time, so the same ones are refused on every machine.
+A compiled definition is kept with its first mask; each completion gets a copy of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from stageline.errors import RequestError
+from stageline.grammar.definition import shortened
+from stageline.pipeline.microbatch import mask_bytes
+from stageline.request import GrammarSpec
+
+_MAX_COMPILED = 64
+
+_ACCEPTS_NOTHING = "NoExtension"
+_TOO_COMPLEX = ("limit", "fuel", "too big", "too large", "too many", "TooComplex")
+
+
+def _limits() -> LLParserLimits:
+    """Far above what schemas in use need; a mask takes some 50 ms at the very worst."""
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=20_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
+
+
+class Matcher:
+    """Where one completion is in its grammar. One thread at a time may use it."""
+
+    def __init__(self, matcher: LLMatcher, num_mask_bytes: int) -> None:
+        self._matcher = matcher
+        self._num_mask_bytes = num_mask_bytes
+
+    def mask(self) -> bytes | None:
+        """Which tokens may come next, one bit each, token 0 the lowest bit of the first byte; lets other threads run.
+
+        None if none may, because the grammar has become too complex here.
+        """
+        mask = self._matcher.compute_bitmask()[: self._num_mask_bytes]
+        return None if self._matcher.is_error() else mask
+
+    def advance(self, token_id: int) -> bool:
+        """Take the next token. True if more may come; false at the end, and if the token was none of the allowed."""
+        return bool(self._matcher.consume_token(token_id)) and not self._matcher.is_stopped()
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """`matcher` is never advanced: copies of it are."""
+
+    matcher: LLMatcher
+    first_mask: bytes
+
+
+class GrammarCompiler:
+    """For one model. May be used from several threads.
+
+    Args:
+        tokenizer_json: gives the tokenizer in the form of tokenizer.json; asked for when the first grammar comes.
+        vocab_size: the model's; masks have as many bits, in whole words.
+        eos_token_ids: what may come where a grammar is complete.
+    """
+
+    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+
+    def check(self, spec: GrammarSpec) -> None:
+        """Raises: RequestError, naming the field, if it is none, is too complex, or accepts nothing."""
+        self._get(spec)
+
+    def new_matcher(self, spec: GrammarSpec) -> tuple[Matcher, bytes]:
+        """A matcher at the grammar's beginning, and its mask there. Raises: RequestError, as `check` does."""
+        compiled = self._get(spec)
+        return Matcher(compiled.matcher.deep_copy(), mask_bytes(self._vocab_size)), compiled.first_mask
+
+    def _get(self, spec: GrammarSpec) -> _Compiled:
+        with self._lock:
+            compiled = self._compiled.get(spec.definition)
+            if compiled is not None:
+                self._compiled.move_to_end(spec.definition)
+                return compiled
+            tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer()
+        # Not under the lock: a grammar that takes long must not keep others waiting.
+        compiled = _compile(spec, tokenizer, mask_bytes(self._vocab_size))
+        with self._lock:
+            self._compiled[spec.definition] = compiled
+            while len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return compiled
+
+    def _make_tokenizer(self) -> LLTokenizer:
+        body = self._tokenizer_json()
+        eos_token_ids = self._eos_token_ids or None
+        try:
+            return LLTokenizer(body, n_vocab=self._vocab_size, eos_token=eos_token_ids)
+        except ValueError:
+            # It has tokens beyond the model's vocabulary; their bits are cut off.
+            return LLTokenizer(body, eos_token=eos_token_ids)
+
+
+def _compile(spec: GrammarSpec, tokenizer: LLTokenizer, num_mask_bytes: int) -> _Compiled:
+    matcher = LLMatcher(tokenizer, spec.definition, log_level=0, limits=_limits())
+    if matcher.is_error():
+        raise RequestError(f"{spec.field} cannot be used: {_reason(matcher)}", spec.field)
+    mask = matcher.compute_bitmask()[:num_mask_bytes]
+    if matcher.is_error():
+        raise RequestError(f"{spec.field} cannot be used: {_reason(matcher)}", spec.field)
+    return _Compiled(matcher, mask)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """The library's words in one line, unless they are for those who call it."""
+    words = matcher.get_error().replace("<non-verbose/>", "")
+    if words.startswith(_ACCEPTS_NOTHING):
+        return "it accepts nothing: no text could ever match it"
+    if any(word in words for word in _TOO_COMPLEX):
+        return "it is too complex; give a simpler one, or one with fewer and shorter repetitions"
+    return shortened(words)
