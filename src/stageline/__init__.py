@@ -9,17 +9,22 @@ from stageline.sampling import SamplingParams as SamplingParams
 from stageline.sampling import StructuredOutputs as StructuredOutputs
 
 if TYPE_CHECKING:
+    from stageline.engine.async_llm import AsyncLLM as AsyncLLM
     from stageline.engine.llm import LLM as LLM
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "SamplingParams", "StagelineError", "StructuredOutputs", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StagelineError", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` is imported when asked for, so that importing a small noun stays cheap."""
+    """An engine is imported when asked for, so that importing a small noun stays cheap."""
     if name == "LLM":
         from stageline.engine.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from stageline.engine.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ IMPORTS: dict[str, set[str]] = {
     "grammar": {"pipeline"},
     "links": set(),
     "executor": {"links", "pipeline"},
-    "engine": {"executor", "grammar", "scheduler", "kv", "pipeline"},
+    "engine": {"executor", "links", "grammar", "scheduler", "kv", "pipeline"},
     "cli": {"engine"},
     "kernels": {"pipeline"},
     "attention": {"kernels", "pipeline"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stageline.config.settings import at_least, check_types, one_of, setting
+from stageline.config.settings import at_least, check_types, flag_of, one_of, setting
 from stageline.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -63,6 +63,10 @@ class EngineConfig:
     )
     heartbeat_timeout_s: float = setting(
         5.0, "a stage silent for this long is taken for lost", group="pipeline", metavar="SECONDS"
+    )
+    progress_timeout_s: float = setting(
+        30.0, "a server whose stages have work but complete no microbatch for this long calls itself unhealthy",
+        group="pipeline", metavar="SECONDS",
     )
     load_timeout_s: float = setting(
         600.0, "a stage that makes no progress loading for this long is taken for lost", group="pipeline",
@@ -143,6 +147,7 @@ class EngineConfig:
                 f"--heartbeat-timeout-s is {self.heartbeat_timeout_s}; it must be at least "
                 f"{SHORTEST_HEARTBEAT_TIMEOUT_S} seconds"
             )
-        if not self.load_timeout_s > 0:
-            raise ConfigError(f"--load-timeout-s is {self.load_timeout_s}; it must be above 0 seconds")
+        for name in "load_timeout_s", "progress_timeout_s":
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{flag_of(name)} is {getattr(self, name)}; it must be above 0 seconds")
         return self

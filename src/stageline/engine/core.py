@@ -8,9 +8,13 @@ Nothing polls, nothing sleeps, no empty microbatch is ever sent.
 
 from __future__ import annotations
 
+import zmq
+
 from stageline.clock import Clock
+from stageline.engine.stats import EngineFacts, EngineStats, SchedulerStats, StatsCollector
 from stageline.errors import InternalError
 from stageline.executor.executor import Executor
+from stageline.outputs import FinishReason
 from stageline.pipeline.in_flight import InFlight
 from stageline.pipeline.item_times import StageItemTimes
 from stageline.request import EngineRequest, RequestUpdate
@@ -29,6 +33,8 @@ class EngineCore:
         self._in_flight = InFlight(scheduler.window)
         self._clock = clock
         self._in_flight_since_s: float | None = None
+        self._launched_s: dict[int, float] = {}
+        self._stats = StatsCollector(scheduler.limits.max_model_len, clock.now_s())
 
     @property
     def has_work(self) -> bool:
@@ -38,10 +44,31 @@ class EngineCore:
     def add(self, request: EngineRequest) -> None:
         """Raises: RequestError if the request can never be served."""
         self._scheduler.add(request)
+        self._stats.added(request)
 
-    def abort(self, request_id: str) -> RequestUpdate | None:
-        """End a request; returns its last update, or None if it had ended."""
-        return self._scheduler.abort(request_id, self._clock.now_s())
+    def refused(self) -> None:
+        """Count a request that found no room."""
+        self._stats.refused()
+
+    def abort(self, request_id: str, finish_reason: FinishReason = "abort") -> RequestUpdate | None:
+        """End a request.
+
+        Args:
+            finish_reason: how it counts; "stop" if a stop string ended it.
+        Returns: its last update, or None if it had ended.
+        """
+        update = self._scheduler.abort(request_id, self._clock.now_s())
+        if update is not None:
+            self._stats.ended(update, finish_reason)
+        return update
+
+    def wake_on(self, source: zmq.Socket[bytes]) -> None:
+        """Let a step end when there is something to receive from this socket."""
+        self._executor.wake_on(source)
+
+    def wake(self) -> None:
+        """Let a step end now; from any thread."""
+        self._executor.wakeup.ring()
 
     def stalled_s(self, now_s: float) -> float:
         """How long something has been in flight without a result; any thread may ask."""
@@ -73,6 +100,8 @@ class EngineCore:
         now_s = self._clock.now_s()
         self._in_flight_since_s = now_s if len(self._in_flight) else None
         updates = self._scheduler.completed(microbatch, result, now_s)
+        self._stats.completed(microbatch, now_s - self._launched_s.pop(microbatch.number), result.computing_s)
+        self._stats.updated(updates)
         # The stages get their next work before the caller turns the news into text.
         self._fill_window()
         return updates
@@ -86,6 +115,8 @@ class EngineCore:
                 return
             self._in_flight.launched(microbatch)
             self._executor.launch(microbatch)
+            self._stats.launched(microbatch)
+            self._launched_s[microbatch.number] = start_s
             if self._in_flight_since_s is None:
                 self._in_flight_since_s = start_s
             self.recorder.record(
@@ -107,6 +138,38 @@ class EngineCore:
     def collect_item_times(self) -> list[StageItemTimes]:
         """See `stageline.executor.executor.Executor.collect_item_times`."""
         return self._executor.collect_item_times()
+
+    def forget_stats(self) -> None:
+        """Count from here."""
+        self._stats = StatsCollector(self._scheduler.limits.max_model_len, self._clock.now_s())
+
+    def ask_for_stats(self) -> None:
+        """Ask the stages for their part of the statistics; does not wait."""
+        self._executor.ask_for_counters()
+
+    def take_stats(self, facts: EngineFacts) -> EngineStats | None:
+        """The statistics that were asked for, once; None as long as a stage owes its part."""
+        counters = self._executor.take_counters()
+        if counters is None:
+            return None
+        scheduler = self._scheduler
+        return self._stats.snapshot(
+            self._clock.now_s(),
+            facts,
+            SchedulerStats(
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_waiting_tokens=scheduler.num_waiting_tokens,
+                num_blocks=scheduler.num_blocks,
+                num_used_blocks=scheduler.num_used_blocks,
+                num_preemptions=scheduler.num_preemptions,
+                num_prefix_queries_tokens=scheduler.num_prefix_queries_tokens,
+                num_prefix_hits_tokens=scheduler.num_prefix_hits_tokens,
+            ),
+            self._in_flight.window,
+            self._in_flight.microbatches,
+            counters,
+        )
 
     def close(self) -> None:
         self._executor.close()

@@ -17,6 +17,8 @@ from stageline.errors import RequestError
 from stageline.request import EngineRequest
 from stageline.sampling import GREEDY_BELOW_TEMPERATURE, SamplerSpec, SamplingParams
 
+MAX_PRIORITY = 2**31
+
 
 class DecodeStream(Protocol):
     """Turns one completion's tokens into text as they come."""
@@ -78,7 +80,14 @@ class InputProcessor:
         )
 
     def process(
-        self, request_id: str, prompt: str | list[int], params: SamplingParams | None, arrival_s: float
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams | None,
+        arrival_s: float,
+        priority: int = 0,
+        cache_salt: str = "",
+        deadline_s: float | None = None,
     ) -> list[EngineRequest]:
         """Check one request.
 
@@ -86,11 +95,14 @@ class InputProcessor:
             request_id: the completions are called "R", or "R-0", "R-1", ... if there are several.
             prompt: text, or token ids that are taken as they are.
             params: None for `default_params()`.
+            priority, cache_salt, deadline_s: see `EngineRequest`.
         Returns: one engine request per completion, `params.n` of them.
         Raises: RequestError, naming the field at fault.
         """
         params = self.default_params() if params is None else params
         params.validate(self._spec.vocab_size)
+        if type(priority) is not int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+            raise RequestError(f"priority is {priority!r}; it must be an integer of at most {MAX_PRIORITY}", "priority")
         prompt_token_ids = self._prompt_token_ids(prompt)
         room_tokens = self._max_model_len - len(prompt_token_ids)
         eos_token_ids = () if params.ignore_eos else self._spec.eos_token_ids
@@ -105,6 +117,9 @@ class InputProcessor:
                 eos_token_ids=eos_token_ids,
                 stop_token_ids=stop_token_ids,
                 arrival_s=arrival_s,
+                priority=priority,
+                cache_salt=cache_salt,
+                deadline_s=deadline_s,
                 num_completions=0 if index else params.n,
             )
             for index in range(params.n)

@@ -72,18 +72,21 @@ class OutputProcessor:
         params: SamplingParams,
         engine_requests: list[EngineRequest],
         kind: OutputKind = OutputKind.CUMULATIVE,
+        label: str | None = None,
     ) -> None:
         """Expect updates of these engine requests: the completions of one user request, in order.
 
         Args:
             kind: what its outputs shall hold. The fuller they are, the more is copied.
+            label: what its outputs call it; None for the request id.
         """
         completions = {
             one.request_id: _Completion(index, one.arrival_s, params, self._tokenizer, prompt_token_ids, kind)
             for index, one in enumerate(engine_requests)
         }
         has_prompt_logprobs = params.prompt_logprobs is not None
-        request = _UserRequest(request_id, prompt, prompt_token_ids, completions, has_prompt_logprobs, kind)
+        label = request_id if label is None else label
+        request = _UserRequest(request_id, label, prompt, prompt_token_ids, completions, has_prompt_logprobs, kind)
         self._requests[request_id] = request
         self._owners.update(dict.fromkeys(completions, request))
 
@@ -135,6 +138,7 @@ class _UserRequest:
     def __init__(
         self,
         request_id: str,
+        label: str,
         prompt: str | None,
         prompt_token_ids: list[int],
         completions: dict[str, _Completion],
@@ -144,6 +148,7 @@ class _UserRequest:
         self.request_id = request_id
         self.completions = completions
         self._kind = kind
+        self._label = label
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if has_prompt_logprobs else None
@@ -167,7 +172,7 @@ class _UserRequest:
             self._prompt_logprobs.clear()
         completions = self.completions.values()
         return RequestOutput(
-            request_id=self.request_id,
+            request_id=self._label,
             prompt=self._prompt,
             prompt_token_ids=self._prompt_token_ids,
             prompt_logprobs=prompt_logprobs,

@@ -25,6 +25,11 @@ class InFlight:
         return len(self._microbatches)
 
     @property
+    def microbatches(self) -> tuple[Microbatch, ...]:
+        """Oldest first."""
+        return tuple(self._microbatches.values())
+
+    @property
     def has_room(self) -> bool:
         return len(self._microbatches) < self.window
 

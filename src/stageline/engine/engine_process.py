@@ -1,0 +1,104 @@
+"""The engine's process, seen from the one who starts it: a child with sockets for any number of clients.
+
+Its owner reads what it tells (progress, readiness, last words) from `exit_fd`, which ends when the engine does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import weakref
+
+import msgspec
+
+from stageline.config import environment
+from stageline.config.engine_config import EngineConfig
+from stageline.engine.messages import Drain, EngineLink, EngineProcessConfig, Stop, ToOwner
+from stageline.links.child_process import ChildProcess, wait_for_ends
+from stageline.links.frames import MessageDecoder, encode_message
+from stageline.links.sockets import make_ipc_folder
+
+_LENGTH_BYTES = 8
+_READ_BYTES = 1 << 16
+
+
+class EngineProcess:
+    """A started engine. It ends with this object, and with this process.
+
+    Args:
+        model_path: of the checkpoint (`open_checkpoint(config.model).path`).
+        num_clients: processes that will attach to it, one `EngineLink` each.
+    Raises: ConfigError if there is no place for its sockets.
+    """
+
+    def __init__(self, config: EngineConfig, model_path: str, num_clients: int) -> None:
+        folder = make_ipc_folder(f"client{num_clients}")
+        body = EngineProcessConfig(
+            engine=config,
+            model_path=model_path,
+            log_level=environment.log_level(),
+            folder=folder,
+            num_clients=num_clients,
+        )
+        try:
+            self._child = ChildProcess("stageline.engine.process", msgspec.msgpack.encode(body))
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self._finalizer = weakref.finalize(self, _end, self._child, folder, os.getpid())
+        self._received = b""
+        self._decoder: MessageDecoder[ToOwner] = MessageDecoder(ToOwner)
+        self.links = [
+            EngineLink(folder=folder, client_index=index, engine_pid=self._child.pid) for index in range(num_clients)
+        ]
+
+    @property
+    def exit_fd(self) -> int:
+        """Readable when the engine tells something, and when it has ended."""
+        return self._child.exit_fd
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def read(self) -> list[ToOwner] | None:
+        """What it told; waits if it told nothing. Returns: None when it has ended."""
+        part = os.read(self.exit_fd, _READ_BYTES)
+        if not part:
+            return None
+        self._received += part
+        messages = []
+        while len(self._received) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(self._received[:_LENGTH_BYTES], "little")
+            if len(self._received) < end:
+                break
+            messages.append(self._decoder.decode(self._received[_LENGTH_BYTES:end]))
+            self._received = self._received[end:]
+        return messages
+
+    def drain(self) -> None:
+        """Let it take no more requests; it tells `Drained` when none is left."""
+        self._child.send(encode_message(Drain()))
+
+    def describe_exit(self) -> str:
+        """How it ended, in words; once it has."""
+        return self._child.describe_exit()
+
+    def exit_status(self) -> int:
+        """Once it has ended; negative if a signal ended it."""
+        return self._child.exit_status()
+
+    def end(self, patience_s: float) -> None:
+        """Tell it to stop, end it if it has not left after `patience_s`, and wait until it has. May be called twice."""
+        if self._finalizer.alive:
+            self._child.send(encode_message(Stop()))
+            wait_for_ends([self._child], patience_s)
+            self._finalizer()
+
+
+def _end(child: ChildProcess, folder: str, owner_pid: int) -> None:
+    if os.getpid() != owner_pid:
+        return  # a process forked off the owner must not end the owner's engine
+    child.kill()
+    child.reap()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,187 @@
+"""The engine's process from its first to its last words: `python -m stageline.engine.process FD`, started by its owner.
+
+One idea, as with a stage's process: be answerable before anything that takes long. A thread shows signs of life, takes
+the owner's orders, and ends the process when the owner is gone.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import sys
+import traceback
+from collections import deque
+
+import msgspec
+import zmq
+
+from stageline.checkpoint import open_checkpoint
+from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.clock import Clock, MonotonicClock
+from stageline.engine.core import EngineCore
+from stageline.engine.engine_loop import EngineLoop
+from stageline.engine.messages import (
+    Drained,
+    EngineFailed,
+    EngineProcessConfig,
+    EngineReady,
+    ErrorReport,
+    FromOwner,
+    LoadProgress,
+    ToOwner,
+    client_address,
+    engine_address,
+)
+from stageline.engine.responder import Responder
+from stageline.engine.startup import Pipeline, start_pipeline
+from stageline.engine.stats import EngineFacts, StageFacts
+from stageline.errors import InternalError, StagelineError
+from stageline.links.child_process import read_message
+from stageline.links.frames import encode_message
+from stageline.links.sockets import Links
+from stageline.log import open_standard_streams, set_up_logging
+from stageline.request import EngineRequest
+from stageline.sampling import SamplerSpec
+
+_LAST_WORDS_S = 2.0
+
+
+def main() -> int:
+    """Run an engine until it is told to stop. Returns: the exit status."""
+    faulthandler.enable()
+    config, owner_fd = _read_config()
+    links = Links()
+    clients = [links.sender(client_address(config.folder, index)) for index in range(config.num_clients)]
+    engine = _Engine(config, links, clients, owner_fd)
+    try:
+        set_up_logging(config.log_level)
+        engine.run()
+        return 0
+    except BaseException as error:
+        if not isinstance(error, StagelineError) or isinstance(error, InternalError):
+            traceback.print_exception(error)
+        engine.tell_all(EngineFailed(ErrorReport.of(error)))
+        return 1
+    finally:
+        links.close(linger_s=_LAST_WORDS_S)
+
+
+def _read_config() -> tuple[EngineProcessConfig, int]:
+    body = read_message(sys.stdin.fileno())
+    if body is None or len(sys.argv) != 2:
+        sys.exit("the engine's process is started by its owner, not by hand")
+    return msgspec.msgpack.decode(body, type=EngineProcessConfig), int(sys.argv[1])
+
+
+class _Engine:
+    """Loads, proves that it works, and serves."""
+
+    def __init__(
+        self, config: EngineProcessConfig, links: Links, clients: list[zmq.Socket[bytes]], owner_fd: int
+    ) -> None:
+        self._config = config
+        self._links = links
+        self._clients = clients
+        self._owner_fd = owner_fd
+        self._clock: Clock = MonotonicClock()
+        self._orders: deque[FromOwner] = deque()
+
+    def run(self) -> None:
+        config = self._config
+        incoming = self._links.receiver(engine_address(config.folder))
+        responder = Responder(config, self._clock, self._orders)
+        responder.start()
+        checkpoint = open_checkpoint(config.model_path)
+        pipeline = start_pipeline(config.engine, checkpoint, self._clock, self._on_progress)
+        core = pipeline.core
+        try:
+            core.wake_on(incoming)
+            responder.watch(core)
+            warm_up(core, pipeline.max_model_len, self._clock)
+            # What loading left behind is for ever: the collector need not look at it again and again.
+            gc.collect()
+            gc.freeze()
+            self.tell_all(EngineReady(pipeline.table))
+            self._serve(pipeline, checkpoint, incoming)
+        finally:
+            core.close()
+
+    def _serve(self, pipeline: Pipeline, checkpoint: Checkpoint, incoming: zmq.Socket[bytes]) -> None:
+        loop = EngineLoop(
+            pipeline.core,
+            self._config.engine,
+            _facts(pipeline, self._config),
+            checkpoint.spec.vocab_size,
+            self._clock,
+            incoming,
+            self._clients,
+            self._orders,
+        )
+        while loop.run_until_drained():
+            self._tell_owner(Drained())
+
+    def _on_progress(self, stage_index: int, num_bytes_read: int, num_bytes_total: int) -> None:
+        self.tell_all(LoadProgress(stage_index, num_bytes_read, num_bytes_total))
+
+    def tell_all(self, message: LoadProgress | EngineReady | EngineFailed) -> None:
+        frame = encode_message(message)
+        for client in self._clients:
+            client.send(frame)
+        self._tell_owner(message)
+
+    def _tell_owner(self, message: ToOwner) -> None:
+        body = encode_message(message)
+        try:
+            os.write(self._owner_fd, len(body).to_bytes(8, "little") + body)
+        except BrokenPipeError:
+            return
+
+
+def warm_up(core: EngineCore, max_model_len: int, clock: Clock) -> None:
+    """Let a prompt and, if there is room, a decode go through all stages. Raises: WorkerLost."""
+    core.add(
+        EngineRequest(
+            request_id="warm-up",
+            prompt_token_ids=[0],
+            sampler=SamplerSpec(seed=0),
+            max_tokens=min(2, max_model_len - 1),
+            eos_token_ids=(),
+            stop_token_ids=(),
+            arrival_s=clock.now_s(),
+        )
+    )
+    while core.has_work:
+        core.step()
+    core.forget_stats()
+
+
+def _facts(pipeline: Pipeline, config: EngineProcessConfig) -> EngineFacts:
+    plan, asked = pipeline.kv_plan, config.engine
+    return EngineFacts(
+        block_size=plan.block_size,
+        num_blocks=plan.num_blocks,
+        max_model_len=pipeline.max_model_len,
+        max_num_seqs=asked.max_num_seqs,
+        max_num_batched_tokens=asked.max_num_batched_tokens,
+        enable_prefix_caching=asked.enable_prefix_caching,
+        stages=[
+            StageFacts(
+                stage_index=part.stage_index,
+                first_layer=part.layers.start,
+                end_layer=part.layers.stop,
+                weight_bytes=report.weight_bytes,
+                kv_bytes=kv.bytes_per_token * plan.num_tokens,
+            )
+            for part, report, kv in zip(pipeline.partition, pipeline.reports, plan.stages, strict=True)
+        ],
+    )
+
+
+if __name__ == "__main__":
+    open_standard_streams()
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Without the interpreter's farewell: nothing needs it, and libraries with threads of their own may trip over it.
+    os._exit(status)
