@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from stageline.errors import RequestError
+from stageline.server.answer_parsing.prompt_tools import tools_as_text
 from stageline.server.errors import bad_request
 from stageline.server.protocol import MAX_MESSAGES, MAX_PROMPTS
 from stageline.server.protocol_chat import ChatMessage, ContentPart, Tool, ToolCall
@@ -95,11 +96,12 @@ async def render_chat(
             "continue_final_message and add_generation_prompt are both true; an answer either goes on or begins",
             "continue_final_message",
         )
-    plain = template_messages(messages)
+    described = [template_tool(tool) for tool in tools or ()]
+    plain = tools_as_text(template_messages(messages), described, state.llm.tokenizer.chat_template_sources)
     begins_answer = not continue_final_message if add_generation_prompt is None else add_generation_prompt
     render = state.llm.tokenizer.apply_chat_template
-    if tools:
-        template_kwargs = {**template_kwargs, "tools": [template_tool(tool) for tool in tools]}
+    if described:
+        template_kwargs = {**template_kwargs, "tools": described}
     size = sum(len(str(message.get("content", ""))) for message in plain)
     try:
         if size < _LONG_TEXT:
