@@ -56,7 +56,7 @@ def check_tools(request: ToolRequest) -> None:
     if isinstance(choice, NamedToolChoice) and choice.function.name not in places:
         named = choice.function.name[:100]
         raise RequestError(
-            f"tool_choice names the function {named!r}; tools has {', '.join(places)}", "tool_choice.function.name"
+            f"tool_choice.function.name is {named!r}; tools has {', '.join(places)}", "tool_choice.function.name"
         )
 
 
