@@ -22,7 +22,8 @@ IMPORTS: dict[str, set[str]] = {
     "links": set(),
     "executor": {"links", "pipeline"},
     "engine": {"executor", "links", "grammar", "scheduler", "kv", "pipeline"},
-    "cli": {"engine"},
+    "server": {"engine", "grammar", "links"},
+    "cli": {"engine", "server"},
     "kernels": {"pipeline"},
     "attention": {"kernels", "pipeline"},
     "layers": {"attention", "kernels", "pipeline"},
@@ -38,6 +39,7 @@ EXCEPTIONS = {
     ("worker", "stageline.executor.messages"),  # the words that executor and worker exchange
     ("worker", "stageline.kv.kv_size"),  # bytes per block: what was planned is what is allocated
     ("cli", "stageline"),  # its version
+    ("server", "stageline"),  # the same
 }
 
 # The executor reaches the worker from inside a function only, so the engine's process never loads torch.

@@ -39,6 +39,11 @@ def api_keys(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return tuple(key.strip() for key in environ.get("STAGELINE_API_KEY", "").split(",") if key.strip())
 
 
+def notify_socket(environ: Mapping[str, str] = os.environ) -> str | None:
+    """NOTIFY_SOCKET: where systemd, if it started this process, hears that a service is ready or stopping."""
+    return environ.get("NOTIFY_SOCKET") or None
+
+
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """Where compiled kernels are kept: stageline in XDG_CACHE_HOME, or in ~/.cache."""
     home = environ.get("XDG_CACHE_HOME", "")

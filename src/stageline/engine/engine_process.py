@@ -18,9 +18,6 @@ from stageline.links.child_process import ChildProcess, wait_for_ends
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import make_ipc_folder
 
-_LENGTH_BYTES = 8
-_READ_BYTES = 1 << 16
-
 
 class EngineProcess:
     """A started engine. It ends with this object, and with this process.
@@ -46,7 +43,6 @@ class EngineProcess:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         self._finalizer = weakref.finalize(self, _end, self._child, folder, os.getpid())
-        self._received = b""
         self._decoder: MessageDecoder[ToOwner] = MessageDecoder(ToOwner)
         self.links = [
             EngineLink(folder=folder, client_index=index, engine_pid=self._child.pid) for index in range(num_clients)
@@ -63,18 +59,8 @@ class EngineProcess:
 
     def read(self) -> list[ToOwner] | None:
         """What it told; waits if it told nothing. Returns: None when it has ended."""
-        part = os.read(self.exit_fd, _READ_BYTES)
-        if not part:
-            return None
-        self._received += part
-        messages = []
-        while len(self._received) >= _LENGTH_BYTES:
-            end = _LENGTH_BYTES + int.from_bytes(self._received[:_LENGTH_BYTES], "little")
-            if len(self._received) < end:
-                break
-            messages.append(self._decoder.decode(self._received[_LENGTH_BYTES:end]))
-            self._received = self._received[end:]
-        return messages
+        bodies = self._child.read_messages()
+        return None if bodies is None else [self._decoder.decode(body) for body in bodies]
 
     def drain(self) -> None:
         """Let it take no more requests; it tells `Drained` when none is left."""

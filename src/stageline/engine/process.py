@@ -37,7 +37,7 @@ from stageline.engine.responder import Responder
 from stageline.engine.startup import Pipeline, start_pipeline
 from stageline.engine.stats import EngineFacts, StageFacts
 from stageline.errors import InternalError, StagelineError
-from stageline.links.child_process import read_message
+from stageline.links.child_process import read_message, write_message
 from stageline.links.frames import encode_message
 from stageline.links.sockets import Links
 from stageline.log import open_standard_streams, set_up_logging
@@ -131,11 +131,7 @@ class _Engine:
         self._tell_owner(message)
 
     def _tell_owner(self, message: ToOwner) -> None:
-        body = encode_message(message)
-        try:
-            os.write(self._owner_fd, len(body).to_bytes(8, "little") + body)
-        except BrokenPipeError:
-            return
+        write_message(self._owner_fd, encode_message(message))
 
 
 def warm_up(core: EngineCore, max_model_len: int, clock: Clock) -> None:

@@ -85,6 +85,20 @@ def check_threads(config: EngineConfig) -> None:
         )
 
 
+def check_before_start(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Refuse what can be known to be wrong without starting anything.
+
+    Returns: the longest request in tokens. Raises: ConfigError.
+    """
+    config.check()
+    check_threads(config)
+    check_quantization(config, checkpoint)
+    max_model_len = choose_max_model_len(config, checkpoint)
+    _partition(config, checkpoint)
+    parse_kv_cache_memory(config.kv_cache_memory, config.pipeline_parallel_size)
+    return max_model_len
+
+
 def start_pipeline(
     config: EngineConfig, checkpoint: Checkpoint, clock: Clock, on_progress: OnProgress | None = None
 ) -> Pipeline:
@@ -93,10 +107,7 @@ def start_pipeline(
     Raises: ConfigError before anything starts for whatever can be known by then, or after loading if memory is short,
         with everything stopped again; WorkerLost if a stage dies on the way.
     """
-    config.check()
-    check_threads(config)
-    check_quantization(config, checkpoint)
-    max_model_len = choose_max_model_len(config, checkpoint)
+    max_model_len = check_before_start(config, checkpoint)
     num_stages = config.pipeline_parallel_size
     partition = _partition(config, checkpoint)
     kv_memory = parse_kv_cache_memory(config.kv_cache_memory, num_stages)

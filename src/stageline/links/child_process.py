@@ -2,8 +2,8 @@
 
 The child's standard input carries its configuration, perhaps further messages, and then stays open: when it ends, its
 parent is gone and the child leaves. A second pipe, whose writing end only the child holds, ends when the child does;
-until then the child may write to it what its parent should know. Both are noticed at once, without a poll. The child has
-a process group of its own, so that Ctrl-C in a terminal reaches its parent alone.
+until then the child may write to it what its parent should know. Both are noticed at once, without a poll. The child
+has a process group of its own, so that Ctrl-C in a terminal reaches its parent alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 _LENGTH_BYTES = 8
+_READ_BYTES = 1 << 16
+
+_MAX_BYTES_UNREAD = 4096
+"""What a pipe holds in any case, so that it can be written before there is a reader."""
 
 
 class ChildProcess:
@@ -39,9 +43,11 @@ class ChildProcess:
         # File objects: an interrupt at any place closes them with this object, and the child leaves.
         self._lifeline = os.fdopen(parent_fd, "wb", buffering=0)
         self._exit = os.fdopen(exit_fd, "rb", buffering=0)
+        self._unread = b""
         try:
-            # Written before there is a reader, so that a child can always read it; a pipe holds at least a page.
-            self.send(config)
+            # Written before there is a reader, if the pipe holds it, so that a child can always read it.
+            if len(config) + _LENGTH_BYTES <= _MAX_BYTES_UNREAD:
+                self.send(config)
             self._process = subprocess.Popen(
                 [sys.executable, *_import_flags(), "-m", module, str(child_exit_fd)],
                 stdin=config_fd,
@@ -55,6 +61,8 @@ class ChildProcess:
         finally:
             os.close(config_fd)
             os.close(child_exit_fd)
+        if len(config) + _LENGTH_BYTES > _MAX_BYTES_UNREAD:
+            self.send(config)
 
     @property
     def exit_fd(self) -> int:
@@ -68,6 +76,21 @@ class ChildProcess:
         """Write a message to its standard input; to a child that has ended, nothing is sent."""
         with suppress(BrokenPipeError):
             self._lifeline.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+
+    def read_messages(self) -> list[bytes] | None:
+        """What the child wrote, waiting if there is nothing. Returns: None when it has ended."""
+        part = os.read(self.exit_fd, _READ_BYTES)
+        if not part:
+            return None
+        self._unread += part
+        messages = []
+        while len(self._unread) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(self._unread[:_LENGTH_BYTES], "little")
+            if len(self._unread) < end:
+                break
+            messages.append(self._unread[_LENGTH_BYTES:end])
+            self._unread = self._unread[end:]
+        return messages
 
     def let_go(self) -> None:
         """Close its standard input: it leaves, as it would if this process had ended."""
@@ -105,6 +128,12 @@ class ChildProcess:
     def _close(self) -> None:
         self._lifeline.close()
         self._exit.close()
+
+
+def write_message(fd: int, message: bytes) -> None:
+    """In the child: a message to its parent, short enough to be written at once. If that is gone, to nobody."""
+    with suppress(BrokenPipeError):
+        os.write(fd, len(message).to_bytes(_LENGTH_BYTES, "little") + message)
 
 
 def read_message(fd: int) -> bytes | None:

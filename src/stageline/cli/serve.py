@@ -1,0 +1,33 @@
+"""`stageline serve`: a server that speaks OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import argparse
+
+from stageline.cli.opening import SubParsers, add_command
+from stageline.config.flags import add_engine_flags, add_serve_flags, engine_config_from_args, serve_config_from_args
+
+_USAGE = "stageline serve MODEL [-pp STAGES] [--host ADDRESS] [--port PORT] [options]"
+_EXAMPLE = """example:
+  stageline serve ./SmolLM2-135M-Instruct -pp 2
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{"model": "./SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hello!"}]}'
+
+SIGTERM, SIGINT (Ctrl-C) and SIGHUP let running requests finish; a second SIGTERM or SIGINT stops at once.
+Exit status: 0 stopped as told, 1 something broke, 2 the command line, the configuration or the model is at fault.
+"""
+
+
+def add_parser(commands: SubParsers) -> None:
+    parser = add_command(commands, "serve", "serve OpenAI's HTTP API", _USAGE, _EXAMPLE)
+    add_engine_flags(parser)
+    add_serve_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    engine, config = engine_config_from_args(args), serve_config_from_args(args)
+    from stageline.server.start import serve
+
+    serve(engine, config)
+    return 0

@@ -1,0 +1,34 @@
+"""`serve`: from what was asked for to a running server. One idea: what can be known to be wrong is refused first.
+
+Nothing is started, and no client can connect, before flags, port, keys, certificate and model are found to be in order.
+"""
+
+from __future__ import annotations
+
+import time
+
+from stageline.checkpoint import open_checkpoint
+from stageline.checkpoint.tokenizer import load_tokenizer
+from stageline.config.engine_config import EngineConfig
+from stageline.config.serve_config import ServeConfig
+from stageline.engine.startup import check_before_start
+from stageline.server.listening_socket import BACKLOG, bind, url_of
+from stageline.server.preflight import make_ssl_context, with_all_api_keys
+from stageline.server.supervisor import Supervisor
+
+
+def serve(engine: EngineConfig, serve: ServeConfig) -> None:
+    """Serve until told to stop by a signal.
+
+    Raises: ConfigError before anything starts; WorkerLost, EngineLost, InternalError when something broke.
+    """
+    began_s = time.monotonic()
+    config = with_all_api_keys(serve.check())
+    tls = make_ssl_context(config)
+    with bind(config) as listening:
+        checkpoint = open_checkpoint(engine.check().model)
+        check_before_start(engine, checkpoint)
+        load_tokenizer(checkpoint, engine.tokenizer, engine.chat_template)
+        listening.listen(BACKLOG)
+        url = url_of(listening, is_tls=tls is not None)
+        Supervisor(engine, config, checkpoint.path, listening, url, began_s).run()

@@ -1,0 +1,266 @@
+"""The process that `stageline serve` is: it starts the engine and what answers HTTP, watches them, and ends them.
+
+One idea: it serves nothing itself, so it always has time. It waits in one place for a signal, a word or the end of a
+child, and whatever happens, it leaves only when all children are gone.
+
+How it ends: told to (SIGTERM, SIGINT or SIGHUP), it lets what is being answered finish, and a second SIGTERM or SIGINT
+ends that; either way nothing went wrong. If a child ends unasked, open requests are answered with an error, everything
+is stopped, and the error is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import logging
+import signal
+import socket
+import time
+
+import msgspec
+
+from stageline.config import environment
+from stageline.config.engine_config import EngineConfig
+from stageline.config.serve_config import ServeConfig
+from stageline.engine.engine_process import EngineProcess
+from stageline.engine.load_progress import LoadProgress
+from stageline.engine.messages import EngineFailed, EngineReady, ToOwner
+from stageline.engine.messages import LoadProgress as Loaded
+from stageline.errors import EngineLost, InternalError, StagelineError
+from stageline.links.child_process import ChildProcess, wait_for_ends
+from stageline.server.api_messages import ApiFailed, ApiLeft, ApiProcessConfig, ApiReady, DrainApi, FromApi
+from stageline.server.service_manager import notify
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_LAST_ANSWERS_S = 3.0
+"""How long open requests have to be answered with an error when something broke."""
+
+_GOODBYE_S = 2.0
+"""How long a child that was told to leave may take."""
+
+
+class _Phase(enum.Enum):
+    LOADING = enum.auto()
+    SERVING = enum.auto()
+    DRAINING = enum.auto()
+    """Told to stop: what is being answered finishes."""
+    BREAKING = enum.auto()
+    """Something broke: what is being answered ends with an error."""
+
+
+class Supervisor:
+    """Args:
+    engine: its model as typed.
+    serve: with every API key.
+    model_path: of the checkpoint, which can be opened.
+    listening: a bound and listening socket; it belongs to the supervisor from now on.
+    url: where clients reach it, for the log.
+    began_s: when the command started, of `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        serve: ServeConfig,
+        model_path: str,
+        listening: socket.socket,
+        url: str,
+        began_s: float,
+    ) -> None:
+        names = serve.served_model_name or (engine.model,)
+        self._engine_config = dataclasses.replace(engine, model=model_path)
+        self._serve_config = dataclasses.replace(serve, served_model_name=names)
+        self._listening = listening
+        self._url = url
+        self._began_s = began_s
+        self._phase = _Phase.LOADING
+        self._error: StagelineError | None = None
+        self._last_words: dict[int, StagelineError] = {}
+        self._engine_last_words: StagelineError | None = None
+        self._is_engine_alive = True
+        self._apis: dict[int, ChildProcess] = {}
+        self._num_ready = 0
+        self._num_cut_off = 0
+
+    def run(self) -> None:
+        """Serve until told to stop. Raises: what a child failed with."""
+        asyncio.run(self._run())
+        if self._error is not None:
+            raise self._error
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._over: asyncio.Future[None] = loop.create_future()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal, number)
+        config = self._serve_config
+        self._progress = LoadProgress(self._engine_config.pipeline_parallel_size)
+        self._engine = EngineProcess(self._engine_config, self._engine_config.model, config.api_server_count)
+        try:
+            loop.add_reader(self._engine.exit_fd, self._on_engine)
+            for index in range(config.api_server_count):
+                self._start_api(index)
+            # Only those that answer hold the port: when they have left it, clients are refused at once.
+            self._listening.close()
+            logger.info("listening on %s; requests are answered with status 503 until the model is loaded", self._url)
+            await self._over
+        finally:
+            self._end_children()
+        self._say_goodbye()
+
+    def _start_api(self, index: int) -> None:
+        config = ApiProcessConfig(
+            serve=self._serve_config,
+            engine=self._engine_config,
+            link=self._engine.links[index],
+            log_level=environment.log_level(),
+            listening_fd=self._listening.fileno(),
+            index=index,
+            num_processes=self._serve_config.api_server_count,
+        )
+        child = ChildProcess("stageline.server.api_process", msgspec.msgpack.encode(config), [config.listening_fd])
+        self._apis[index] = child
+        self._loop.add_reader(child.exit_fd, self._on_api, index)
+
+    # ---- what happens ----
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        name = signal.Signals(number).name
+        if self._phase in (_Phase.DRAINING, _Phase.BREAKING):
+            if number != signal.SIGHUP:
+                logger.info("a second %s: stopping at once", name)
+                self._finish()
+            return
+        notify("STOPPING=1")
+        if self._phase is _Phase.LOADING:
+            logger.info("%s: stopping; the model was still loading", name)
+            self._phase = _Phase.DRAINING
+            self._finish()
+            return
+        self._phase = _Phase.DRAINING
+        patience_s = self._serve_config.drain_timeout_s
+        logger.info(
+            "%s: no more requests are taken; those that run have %g seconds to finish, a second signal stops them",
+            name,
+            patience_s,
+        )
+        self._drain_apis(patience_s)
+
+    def _on_engine(self) -> None:
+        messages = self._engine.read()
+        if messages is None:
+            self._on_engine_end()
+            return
+        for message in messages:
+            self._take_from_engine(message)
+
+    def _take_from_engine(self, message: ToOwner) -> None:
+        match message:
+            case Loaded():
+                self._progress(message.stage_index, message.num_bytes_read, message.num_bytes_total)
+            case EngineReady():
+                self._progress.close()
+            case EngineFailed():
+                self._engine_last_words = message.error.as_error()
+
+    def _on_engine_end(self) -> None:
+        self._is_engine_alive = False
+        self._loop.remove_reader(self._engine.exit_fd)
+        self._break(self._engine_last_words or EngineLost(f"the engine was lost: {self._engine.describe_exit()}"))
+
+    def _on_api(self, index: int) -> None:
+        bodies = self._apis[index].read_messages()
+        if bodies is None:
+            self._on_api_end(index)
+            return
+        for body in bodies:
+            self._take_from_api(index, msgspec.msgpack.decode(body, type=FromApi))
+
+    def _take_from_api(self, index: int, message: FromApi) -> None:
+        match message:
+            case ApiReady():
+                self._num_ready += 1
+                if self._num_ready == self._serve_config.api_server_count and self._phase is _Phase.LOADING:
+                    self._on_ready()
+            case ApiLeft():
+                self._num_cut_off += message.num_cut_off
+            case ApiFailed():
+                self._last_words[index] = message.error.as_error()
+
+    def _on_ready(self) -> None:
+        self._phase = _Phase.SERVING
+        names = ", ".join(self._serve_config.served_model_name)
+        took_s = time.monotonic() - self._began_s
+        logger.info("ready after %.1f seconds: %s/v1 serves %s", took_s, self._url, names)
+        notify("READY=1")
+
+    def _on_api_end(self, index: int) -> None:
+        child = self._apis.pop(index)
+        self._loop.remove_reader(child.exit_fd)
+        how = child.describe_exit()
+        child.reap()
+        if self._phase in (_Phase.LOADING, _Phase.SERVING):
+            which = f"API process {index}" if self._serve_config.api_server_count > 1 else "the API process"
+            error = self._last_words.get(index) or InternalError(f"{which} was lost: {how}")
+            if isinstance(error, EngineLost):
+                # The engine's own end tells more, and is about to be noticed.
+                self._loop.call_later(_GOODBYE_S, self._break, error)
+                return
+            self._break(error)
+        if not self._apis:
+            self._finish()
+
+    # ---- the end ----
+
+    def _break(self, error: StagelineError) -> None:
+        if self._error is None:
+            self._error = error
+        if self._phase in (_Phase.DRAINING, _Phase.BREAKING):
+            return
+        self._phase = _Phase.BREAKING
+        notify("STOPPING=1")
+        if not self._apis:
+            self._finish()
+        self._drain_apis(_LAST_ANSWERS_S)
+        if self._is_engine_alive:
+            # Its clients notice, and answer what is open with an error.
+            self._loop.remove_reader(self._engine.exit_fd)
+            self._engine.end(_GOODBYE_S)
+            self._is_engine_alive = False
+
+    def _drain_apis(self, patience_s: float) -> None:
+        order = msgspec.msgpack.encode(DrainApi(patience_s))
+        for child in self._apis.values():
+            child.send(order)
+        self._loop.call_later(patience_s + _GOODBYE_S, self._finish)
+
+    def _finish(self) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
+
+    def _end_children(self) -> None:
+        """May be interrupted and called again."""
+        self._progress.close()
+        self._listening.close()
+        for child in self._apis.values():
+            self._loop.remove_reader(child.exit_fd)
+            child.let_go()
+        self._loop.remove_reader(self._engine.exit_fd)
+        wait_for_ends(list(self._apis.values()), _GOODBYE_S)
+        for child in self._apis.values():
+            child.kill()
+            child.reap()
+        self._apis.clear()
+        self._engine.end(_GOODBYE_S)
+
+    def _say_goodbye(self) -> None:
+        if self._error is None:
+            cut_off = f"; {self._num_cut_off} requests were cut off" if self._num_cut_off else ""
+            logger.info("stopped%s", cut_off)
+
+
