@@ -72,7 +72,8 @@ class Chain:
         self.requests = RequestsUnderTest(self.limits)
         with CheckpointReader(checkpoint, dtype, CPU, keeps_quantized=keeps_quantized) as reader:
             self.stages = [DecoderStage(self.spec, layers, reader, select_backend(CPU), 128) for layers in cuts]
-        self.caches = [allocate_kv_tensors(self.spec, len(layers), 64, 16, dtype, CPU) for layers in cuts]
+        for stage, layers in zip(self.stages, cuts, strict=True):
+            stage.use(allocate_kv_tensors(self.spec, len(layers), 64, 16, dtype, CPU), max_tokens=512)
         self.buffers = [InputBuffers(self.limits, CPU) for _ in cuts]
 
     @torch.inference_mode()
@@ -80,8 +81,8 @@ class Chain:
         """Returns: logits of the scheduled tokens, [tokens, vocab] per request; sampled requests are not extended."""
         microbatch = self.requests.microbatch(rows)
         hidden = torch.tensor(microbatch.token_ids)
-        for stage, caches, buffers in zip(self.stages, self.caches, self.buffers, strict=True):
-            hidden = stage.forward(hidden, buffers.apply_and_build(microbatch), caches)
+        for stage, buffers in zip(self.stages, self.buffers, strict=True):
+            hidden = stage.forward(hidden, buffers.apply_and_build(microbatch))
         logits = self.stages[-1].logits(hidden).split(microbatch.num_scheduled_tokens)
         return dict(zip(microbatch.request_numbers, logits, strict=True))
 

@@ -10,6 +10,7 @@ import torch
 
 from stageline.attention.backend import AttentionMetadata, LayerCache, Rotation
 from stageline.kernels.cpu import CpuKernels
+from stageline.kernels.program import result
 
 
 class CpuKernelAttention:
@@ -61,5 +62,5 @@ class CpuKernelAttention:
         shape = queries.shape[1], cache.keys.shape[1], queries.shape[2], queries.dtype
         if shape != self._scratch_is_for:
             num_bytes = max(self._library.attention_scratch_bytes(*shape), self._scratch.numel())
-            self._scratch, self._scratch_is_for = torch.empty(num_bytes, dtype=torch.uint8), shape
+            self._scratch, self._scratch_is_for = result((num_bytes,), torch.uint8), shape
         return self._scratch

@@ -34,6 +34,7 @@ _X86_VARIANTS = {
     ),
     "avx2": ("-mavx2", "-mfma"),
 }
+_WITHOUT_VARIANTS = ("program", "supported")
 _PRIVATE = 0o700
 _COMPILER_LIMIT_S = 300
 
@@ -137,7 +138,7 @@ def _compile_commands(compiler: str, objects: Path) -> list[list[str]]:
     """One command per source and variant; each makes one file in `objects`."""
     commands = []
     for source in sorted(SOURCE.glob("*.cpp")):
-        variants = {"": ()} if source.stem == "supported" else variant_flags()
+        variants = {"": ()} if source.stem in _WITHOUT_VARIANTS else variant_flags()
         for variant, flags in variants.items():
             names = [f"-DSTAGELINE_VARIANT={variant}", f"-DSTAGELINE_{variant.upper()}"] if variant else []
             target = objects / f"{source.stem}-{variant}.o"

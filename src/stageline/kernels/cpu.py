@@ -7,28 +7,36 @@ variant the machine can run can stand beside another in one process.
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stageline.kernels import gemm, quantized
+from stageline.kernels.program import Argument, Kernel, result
 from stageline.kernels.quantized import QuantizedKernels
 
 DTYPES = (torch.bfloat16, torch.float32)
 
-_POINTER, _SIZE, _FLAG = c_void_p, c_int64, c_int32
-_SIGNATURES: dict[str, list[type[Any]]] = {
-    "rms_norm": [_POINTER] * 5 + [_SIZE] * 2 + [c_float, _FLAG],
-    "silu_and_mul": [_POINTER] * 2 + [_SIZE] * 2 + [_FLAG],
-    "rotate_and_store": [_POINTER] * 7 + [_SIZE] * 5 + [_FLAG],
+_POINTER, _SIZE, _FLAG, _FLOAT = Argument.POINTER, Argument.SIZE, Argument.FLAG, Argument.FLOAT
+_TOKENS = Argument.NUM_TOKENS
+_SIGNATURES: dict[str, list[Argument]] = {
+    "rms_norm": [_POINTER] * 5 + [_TOKENS, _SIZE, _FLOAT, _FLAG],
+    "silu_and_mul": [_POINTER] * 2 + [_TOKENS, _SIZE, _FLAG],
+    "rotate_and_store": [_POINTER] * 7 + [_TOKENS] + [_SIZE] * 4 + [_FLAG],
     "argmax": [_POINTER] * 2 + [_SIZE] * 2 + [_FLAG],
     "top_k": [_POINTER] * 4 + [_SIZE] * 3,
-    "attention": [_POINTER] * 8 + [_SIZE] * 8 + [c_float, _FLAG, _POINTER],
+    "attention": [_POINTER] * 8
+    + [_SIZE, Argument.TABLE_WIDTH, Argument.NUM_ROWS]
+    + [_SIZE] * 5
+    + [_FLOAT, _FLAG, _POINTER],
     **quantized.SIGNATURES,
     **gemm.SIGNATURES,
 }
+_RECORDABLE = (
+    "rms_norm", "silu_and_mul", "rotate_and_store", "attention", *quantized.RECORDABLE, *gemm.RECORDABLE
+)  # fmt: skip
 
 
 class KernelLibrary:
@@ -43,12 +51,15 @@ class KernelLibrary:
 
     def variant(self, name: str) -> CpuKernels:
         """The kernels compiled for one instruction set, which this machine must have."""
-        return CpuKernels(name, {kernel: self._bind(kernel, name) for kernel in _SIGNATURES})
+        run_program = self._library["stageline_run_program"]
+        run_program.argtypes, run_program.restype = [c_void_p, c_int64, c_void_p, c_int64, c_void_p], None
+        return CpuKernels(name, {kernel: self._bind(kernel, name) for kernel in _SIGNATURES}, run_program)
 
-    def _bind(self, kernel: str, variant: str) -> Any:
-        function = self._library[f"stageline_{kernel}_{variant}"]
-        function.argtypes, function.restype = _SIGNATURES[kernel], None
-        return function
+    def _bind(self, kernel: str, variant: str) -> Kernel:
+        by_words = None
+        if kernel in _RECORDABLE:
+            by_words = ctypes.cast(self._library[f"stageline_{kernel}_by_words_{variant}"], c_void_p).value
+        return Kernel(kernel, self._library[f"stageline_{kernel}_{variant}"], _SIGNATURES[kernel], by_words)
 
 
 class CpuKernels:
@@ -57,10 +68,12 @@ class CpuKernels:
     Args:
         variant: "avx512", "avx2" or "portable".
         functions: by name, as in _SIGNATURES.
+        run_program: runs what was recorded.
     """
 
-    def __init__(self, variant: str, functions: dict[str, Any]) -> None:
+    def __init__(self, variant: str, functions: dict[str, Kernel], run_program: Any) -> None:
         self.variant = variant
+        self.run_program = run_program
         self._rms_norm = functions["rms_norm"]
         self._silu_and_mul = functions["silu_and_mul"]
         self._rotate_and_store = functions["rotate_and_store"]
@@ -81,12 +94,12 @@ class CpuKernels:
         """x, residual: [rows, size]. Returns: (norm of the sum, the sum), rounded as layers.norm is."""
         rows, size = x.shape
         assert x.is_contiguous() and weight.shape == (size,) and weight.dtype == x.dtype
-        out = torch.empty_like(x)
+        out = result((rows, size), x.dtype)
         if residual is None:
             pointer, total = None, x
         else:
             assert residual.shape == x.shape and residual.dtype == x.dtype and residual.is_contiguous()
-            pointer, total = residual.data_ptr(), torch.empty_like(x)
+            pointer, total = residual.data_ptr(), result((rows, size), x.dtype)
         self._rms_norm(
             x.data_ptr(), pointer, weight.data_ptr(), total.data_ptr(), out.data_ptr(), rows, size, eps, _is_bf16(x)
         )
@@ -96,7 +109,7 @@ class CpuKernels:
         """gate_up: [rows, 2 * size], gate first. Returns: silu(gate) * up, [rows, size]."""
         rows, width = gate_up.shape
         assert gate_up.is_contiguous() and width % 2 == 0
-        out = gate_up.new_empty(rows, width // 2)
+        out = result((rows, width // 2), gate_up.dtype)
         self._silu_and_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, _is_bf16(gate_up))
         return out
 
@@ -168,7 +181,7 @@ class CpuKernels:
         assert query_starts.shape == (num_rows + 1,) and block_tables.shape[0] == num_rows
         assert _all_contiguous(keys, values, query_starts, context_lens, block_tables)
         assert scratch.numel() >= self.attention_scratch_bytes(num_heads, num_kv_heads, head_dim, queries.dtype)
-        out = torch.empty(queries.shape, dtype=queries.dtype)
+        out = result((num_tokens, num_heads, head_dim), queries.dtype)
         self._attention(
             queries.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(), query_starts.data_ptr(),
             context_lens.data_ptr(), block_tables.data_ptr(), scratch.data_ptr(), queries.stride(0),
@@ -180,7 +193,7 @@ class CpuKernels:
     def attention_scratch_bytes(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Scratch that `attention` needs for heads of this shape, whatever the microbatch."""
         num_bytes = c_int64()
-        self._attention(
+        self._attention.now(
             None, None, None, None, None, None, None, None, 0, 0, 0, num_heads, num_kv_heads, head_dim, 1, 0, 1.0,
             int(dtype == torch.bfloat16), ctypes.addressof(num_bytes),
         )  # fmt: skip

@@ -7,27 +7,26 @@ same, bit for bit, whatever other rows there are and however many threads share 
 
 from __future__ import annotations
 
-from ctypes import c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from stageline.kernels.huge_pages import HugePages
+from stageline.kernels.program import Argument, Kernel, result
 
 PANEL = 32
 
-# Of one core, roughly: they only tell whether work is worth sharing.
-_READ_BYTES_PER_S, _FLOPS_PER_S, _WORTH_A_THREAD_S = 25e9, 200e9, 400e-6
-
-SIGNATURES: dict[str, list[type[Any]]] = {
-    "gemm": [c_void_p] * 4 + [c_int64] * 4 + [c_int32] * 2,
-    "gemm_gated": [c_void_p] * 4 + [c_int64] * 4 + [c_int32],
-    "gemm_largest": [c_void_p] * 5 + [c_int64] * 4 + [c_int32],
-    "gemm_pack": [c_void_p] * 3 + [c_int64] * 2 + [c_int32],
-    "gemm_unpack": [c_void_p] * 3 + [c_int64] * 2,
+_POINTER, _SIZE, _FLAG = Argument.POINTER, Argument.SIZE, Argument.FLAG
+_TOKENS = Argument.NUM_TOKENS
+SIGNATURES: dict[str, list[Argument]] = {
+    "gemm": [_POINTER] * 4 + [_SIZE, _TOKENS, _SIZE, _SIZE] + [_FLAG] * 2,
+    "gemm_gated": [_POINTER] * 4 + [_SIZE, _TOKENS, _SIZE, _SIZE] + [_FLAG],
+    "gemm_largest": [_POINTER] * 5 + [_SIZE] * 4 + [_FLAG],
+    "gemm_pack": [_POINTER] * 3 + [_SIZE] * 2 + [_FLAG],
+    "gemm_unpack": [_POINTER] * 3 + [_SIZE] * 2,
 }
+RECORDABLE = ("gemm", "gemm_gated")
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Gemm:
         functions: by name, as in SIGNATURES.
     """
 
-    def __init__(self, functions: dict[str, Any]) -> None:
+    def __init__(self, functions: dict[str, Kernel]) -> None:
         self._gemm = functions["gemm"]
         self._gated = functions["gemm_gated"]
         self._largest = functions["gemm_largest"]
@@ -103,10 +102,10 @@ class Gemm:
         """
         assert not weight.is_gated and dtype in (torch.bfloat16, torch.float32)
         x, rows, stride = _words(x, weight)
-        out = torch.empty((rows, weight.out_features), dtype=dtype)
+        out = result((rows, weight.out_features), dtype)
         self._gemm(
             x.data_ptr(), *weight.addresses, out.data_ptr(), stride, rows, weight.out_features,
-            (weight.in_features + 1) // 2, _num_parts(rows, weight), dtype == torch.bfloat16,
+            (weight.in_features + 1) // 2, torch.get_num_threads(), dtype == torch.bfloat16,
         )  # fmt: skip
         return out
 
@@ -117,10 +116,10 @@ class Gemm:
         """
         assert weight.is_gated
         x, rows, stride = _words(x, weight)
-        out = torch.empty((rows, weight.out_features), dtype=torch.bfloat16)
+        out = result((rows, weight.out_features), torch.bfloat16)
         self._gated(
             x.data_ptr(), *weight.addresses, out.data_ptr(), stride, rows, weight.out_features,
-            (weight.in_features + 1) // 2, _num_parts(rows, weight),
+            (weight.in_features + 1) // 2, torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -131,11 +130,11 @@ class Gemm:
         """
         assert not weight.is_gated
         x, rows, stride = _words(x, weight)
-        parts = _num_parts(rows, weight)
-        places, values = torch.empty((parts, rows), dtype=torch.int64), torch.empty((parts, rows))
+        threads = torch.get_num_threads()
+        places, values = torch.empty((threads, rows), dtype=torch.int64), torch.empty((threads, rows))
         self._largest(
             x.data_ptr(), *weight.addresses, places.data_ptr(), values.data_ptr(), stride, rows, weight.out_features,
-            (weight.in_features + 1) // 2, parts,
+            (weight.in_features + 1) // 2, threads,
         )  # fmt: skip
         return places[0], values[0]
 
@@ -150,16 +149,6 @@ def _words(x: torch.Tensor, weight: PackedWeight) -> tuple[torch.Tensor, int, in
         if x.stride(1) == 1 and x.stride(0) % 2 == 0:
             return x, rows, x.stride(0) // 2
     return _even(x).contiguous(), rows, (columns + 1) // 2
-
-
-def _num_parts(rows: int, weight: PackedWeight) -> int:
-    """As many as torch's threads, but none of so little work that waking a thread takes as long."""
-    num_threads = torch.get_num_threads()
-    if num_threads == 1:
-        return 1
-    numbers = weight.panels.numel()
-    estimated_s = max(numbers * weight.panels.itemsize / _READ_BYTES_PER_S, 2 * numbers * rows / _FLOPS_PER_S)
-    return max(1, min(num_threads, weight.panels.shape[0], int(estimated_s / _WORTH_A_THREAD_S)))
 
 
 def _even(matrix: torch.Tensor) -> torch.Tensor:

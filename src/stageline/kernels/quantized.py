@@ -9,33 +9,32 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from ctypes import c_int32, c_int64, c_void_p
+from ctypes import c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from stageline.kernels.huge_pages import HugePages
+from stageline.kernels.program import Argument, result
 
 BLOCK = 32
 _PANEL, _GROUP, _AT_ONCE = 64, 16, 4
 _NUM_GROUPS, _STEPS = _PANEL // _GROUP, BLOCK // _AT_ONCE
 _RUN_ELEMENTS = 2**22
 
-# Of one core, roughly: they only tell whether work is worth sharing.
-_READ_BYTES_PER_S, _PRODUCTS_PER_S, _WORTH_A_THREAD_S = 25e9, 150e9, 400e-6
-
 # A row of activations and what is known of its blocks must fit into the kernel's scratch.
 MAX_COLUMNS = 128 * 1024
 
-SIGNATURES: dict[str, list[type[Any]]] = {
-    "quantized_linear": [c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_int32, c_int32],
-    "quantized_gated": [c_void_p, c_void_p, c_int64, c_void_p, c_int32, c_int32],
-    "quantized_largest": [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int32, c_int32],
-    "quantized_rows": [c_void_p, c_void_p, c_int64, c_void_p, c_int32],
+_POINTER, _SIZE, _FLAG = Argument.POINTER, Argument.SIZE, Argument.FLAG
+SIGNATURES: dict[str, list[Argument]] = {
+    "quantized_linear": [_POINTER, _POINTER, Argument.NUM_TOKENS, _POINTER, _FLAG, _FLAG, _FLAG],
+    "quantized_gated": [_POINTER, _POINTER, Argument.NUM_TOKENS, _POINTER, _FLAG, _FLAG],
+    "quantized_largest": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _FLAG, _FLAG],
+    "quantized_rows": [_POINTER, _POINTER, _SIZE, _POINTER, _FLAG],
 }
+RECORDABLE = ("quantized_linear", "quantized_gated")
 
 
 class Kind(IntEnum):
@@ -168,7 +167,6 @@ class QuantizedProduct:
         assert all(matrix.num_columns == self.num_columns for matrix in matrices) and self.num_columns <= MAX_COLUMNS
         assert bias is None or bias.shape == (self.num_rows,)
         self._kernels = kernels
-        self._num_bytes = sum(matrix.num_bytes for matrix in matrices)
         self._bias = None if bias is None else bias.float().contiguous()
         self._structs = (_MatrixStruct * len(matrices))(
             *[_MatrixStruct(m.numbers.data_ptr(), m.scales.data_ptr(), m.num_rows, m.kind) for m in matrices]
@@ -191,9 +189,9 @@ class QuantizedProduct:
         takes_bf16, gives_bf16 = x.dtype == torch.bfloat16, dtype == torch.bfloat16
         assert takes_bf16 or not gives_bf16
         x = x.contiguous()
-        out = torch.empty(rows, self.num_rows, dtype=dtype)
+        out = result((rows, self.num_rows), dtype)
         self._kernels.linear(
-            self._plan_pointer, x.data_ptr(), rows, out.data_ptr(), self._num_parts(rows), takes_bf16, gives_bf16
+            self._plan_pointer, x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads(), takes_bf16, gives_bf16
         )
         return out
 
@@ -208,9 +206,9 @@ class QuantizedProduct:
             gate, up = self._linear_with_torch(x).chunk(2, dim=-1)
             return F.silu(gate).mul_(up).to(x.dtype)
         x = x.contiguous()
-        out = torch.empty(rows, size, dtype=x.dtype)
+        out = result((rows, size), x.dtype)
         self._kernels.gated(
-            self._plan_pointer, x.data_ptr(), rows, out.data_ptr(), self._num_parts(rows), x.dtype == torch.bfloat16
+            self._plan_pointer, x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads(), x.dtype == torch.bfloat16
         )
         return out
 
@@ -223,14 +221,13 @@ class QuantizedProduct:
         if self._kernels is None or len(self.matrices) > 1:
             return None
         x = x.contiguous()
-        parts = self._num_parts(rows)
-        places, values = torch.empty(parts, rows, dtype=torch.int64), torch.empty(parts, rows)
+        threads = torch.get_num_threads()
+        places, values = torch.empty(threads, rows, dtype=torch.int64), torch.empty(threads, rows)
         self._kernels.largest(
-            self._plan_pointer, x.data_ptr(), rows, places.data_ptr(), values.data_ptr(), parts,
+            self._plan_pointer, x.data_ptr(), rows, places.data_ptr(), values.data_ptr(), threads,
             x.dtype == torch.bfloat16,
         )  # fmt: skip
-        # Of equals the first: parts are in order.
-        return places[0] if parts == 1 else places.gather(0, values.argmax(0, keepdim=True))[0]
+        return places[0]
 
     def rows(self, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the only matrix, made floating-point.
@@ -249,15 +246,6 @@ class QuantizedProduct:
         gives_bf16 = dtype == torch.bfloat16
         self._kernels.rows(self._plan_pointer, places.data_ptr(), places.shape[0], out.data_ptr(), gives_bf16)
         return out
-
-    def _num_parts(self, rows: int) -> int:
-        """As many as torch's threads, but none of so little work that waking a thread takes as long."""
-        num_threads = torch.get_num_threads()
-        if num_threads == 1:
-            return 1
-        num_products = self.num_rows * self.num_columns * rows
-        estimated_s = max(self._num_bytes / _READ_BYTES_PER_S, num_products / _PRODUCTS_PER_S)
-        return max(1, min(num_threads, int(estimated_s / _WORTH_A_THREAD_S)))
 
     def _checked_rows(self, x: torch.Tensor) -> int:
         rows, columns = x.shape

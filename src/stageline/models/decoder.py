@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from stageline.attention.backend import AttentionBackend, AttentionMetadata, LayerCache
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.models.family import WeightReader
+from stageline.models.recorded_blocks import RecordedBlocks, record_blocks
 from stageline.models.registry import load_family
 
 
@@ -30,22 +31,53 @@ class DecoderStage:
         self._embedding = family.embedding() if self.is_first else None
         self._blocks = [family.block(layer_index) for layer_index in layers]
         self._head = family.head() if self.is_last else None
+        self._like = torch.zeros(1, spec.hidden_size, dtype=reader.dtype, device=reader.device)
+        self._caches: Sequence[LayerCache] = ()
+        self._recorded: RecordedBlocks | None = None
+
+    def use(self, caches: Sequence[LayerCache], max_tokens: int) -> None:
+        """Take a KV cache, of which nothing is known yet.
+
+        Args:
+            caches: one per layer of the stage, in order.
+            max_tokens: of a microbatch.
+        """
+        assert len(caches) == len(self._blocks)
+        self._caches = caches
+        self._recorded = record_blocks(self._run_blocks, self._like, max_tokens)
+
+    def release(self) -> None:
+        """Forget the KV cache, so that its memory is free for another."""
+        self._caches, self._recorded = (), None
 
     def forward(
-        self, inputs: torch.Tensor, metadata: AttentionMetadata, caches: Sequence[LayerCache]
+        self, inputs: torch.Tensor, metadata: AttentionMetadata, on_item: Callable[[], None] | None = None
     ) -> torch.Tensor:
-        """Run the stage's layers.
+        """Run the stage's layers on the KV cache in use.
 
         Args:
             inputs: int64 token ids [tokens] on the first stage, else hidden states [tokens, hidden]; not changed.
-            caches: one per layer of the stage, in order.
+            on_item: called after the embedding's place, and after every layer.
         Returns: hidden states [tokens, hidden], the residual added: the one tensor that crosses to the next stage.
         """
-        hidden_states = inputs if self._embedding is None else self._embedding(inputs)
-        residual = None
-        for block, cache in zip(self._blocks, caches, strict=True):
+        embedded = inputs if self._embedding is None else self._embedding(inputs)
+        if on_item is not None:
+            on_item()
+        hidden_states, residual = (self._recorded or self._run_blocks)(embedded, metadata, on_item)
+        return hidden_states + residual
+
+    def _run_blocks(
+        self, inputs: torch.Tensor, metadata: AttentionMetadata, on_block: Callable[[], None] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block after block. Returns: (hidden states, residual), whose sum is the output of the last one."""
+        hidden_states: torch.Tensor = inputs
+        residual: torch.Tensor | None = None
+        for block, cache in zip(self._blocks, self._caches, strict=True):
             hidden_states, residual = block(hidden_states, residual, metadata, cache)
-        return hidden_states if residual is None else hidden_states + residual
+            if on_block is not None:
+                on_block()
+        assert residual is not None, "a stage has a layer"
+        return hidden_states, residual
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: [rows, hidden] from the last stage's `forward`. Returns: float32 [rows, vocab]."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from stageline.attention.backend import AttentionMetadata, LayerCache
+from stageline.attention.backend import AttentionMetadata
 from stageline.attention.select import select_backend
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.clock import Clock, MonotonicClock
@@ -25,6 +26,9 @@ from stageline.worker.device import synchronise
 from stageline.worker.input_buffers import InputBuffers
 from stageline.worker.kv_tensors import allocate_kv_tensors
 from stageline.worker.sampler import Sampler
+
+if TYPE_CHECKING:
+    from stageline.worker.measure import ItemTimer
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Stage:
         self._sampler: Sampler | None = None
         self._limits: MicrobatchLimits | None = None
         self._buffers: InputBuffers | None = None
-        self._caches: list[LayerCache] = []
+        self._timer: ItemTimer | None = None
 
     @property
     def is_first(self) -> bool:
@@ -91,14 +95,19 @@ class Stage:
 
     def allocate_kv(self, limits: MicrobatchLimits) -> None:
         """Allocate the KV cache and forget every request. Raises: ConfigError if it does not fit."""
-        self._caches = []
+        self._decoder.release()
         with torch.inference_mode():
-            self._caches = allocate_kv_tensors(
+            caches = allocate_kv_tensors(
                 self._spec, self._num_layers, limits.num_blocks, limits.block_size, self.dtype, self.device
             )
+        self._decoder.use(caches, limits.max_num_batched_tokens)
         self._limits = limits
         self._buffers = InputBuffers(limits, self.device)
         self._sampler = Sampler(self._spec.vocab_size, self.device) if self.is_last else None
+
+    def time_items(self, timer: ItemTimer) -> None:
+        """Let `timer` follow every microbatch from now on."""
+        self._timer = timer
 
     def expected_input(self, microbatch: Microbatch) -> tuple[tuple[int, int], torch.dtype] | None:
         """Shape and dtype of the hidden states that the microbatch brings; None on the first stage."""
@@ -132,15 +141,21 @@ class Stage:
         """
         microbatch = prepared.microbatch
         inputs = self._inputs(prepared, hidden_states)
+        timer = self._timer
+        on_item = None if timer is None else timer.mark
+        if timer is not None:
+            timer.start()
         start_s = self._clock.now_s()
-        output = self._decoder.forward(inputs, prepared.metadata, self._caches)
+        output = self._decoder.forward(inputs, prepared.metadata, on_item)
         synchronise(self.device)
         forward_end_s = self._clock.now_s()
         self._record_span("forward", microbatch, start_s, forward_end_s)
-        if self._sampler is None:
-            return output
-        result = self._sample(self._sampler, microbatch, output)
-        self._record_span("sample", microbatch, forward_end_s, self._clock.now_s())
+        result = output if self._sampler is None else self._sample(self._sampler, microbatch, output)
+        if isinstance(result, MicrobatchResult):
+            self._record_span("sample", microbatch, forward_end_s, self._clock.now_s())
+        if timer is not None:
+            timer.mark()
+            timer.finish(microbatch.num_decode_rows, microbatch.num_tokens)
         return result
 
     def _inputs(self, prepared: PreparedMicrobatch, hidden_states: torch.Tensor | None) -> torch.Tensor:

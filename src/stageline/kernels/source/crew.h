@@ -14,6 +14,17 @@
 
 namespace STAGELINE_VARIANT {
 
+// Of one core, roughly: they only tell whether work is worth sharing.
+constexpr double READ_BYTES_PER_S = 25e9, BF16_FLOPS_PER_S = 200e9, INT8_PRODUCTS_PER_S = 150e9;
+constexpr double WORTH_A_THREAD_S = 400e-6;
+
+// How many threads share some work: none of so little that waking it takes as long.
+static inline int worth_sharing(int threads, double bytes_read, double operations, double operations_per_s) {
+    const double read_s = bytes_read / READ_BYTES_PER_S, compute_s = operations / operations_per_s;
+    const double parts = (read_s > compute_s ? read_s : compute_s) / WORTH_A_THREAD_S;
+    return parts < 1 ? 1 : parts < threads ? (int)parts : threads;
+}
+
 class Crew {
    public:
     // Calls work(part) for every part in [0, parts) and returns when all are done. Never waits for another call's work:

@@ -1,11 +1,8 @@
-// Linear layers of one variant, under names that end with the variant's; called by gemm.py, which checks.
+// Linear layers of one variant; called by gemm.py, which checks.
 //
-// x_stride is in words of two elements, steps is half of in_features.
+// x_stride is in words of two elements, steps is half of in_features, threads is how many may share the work.
+#include "exported.h"
 #include "gemm.h"
-
-#define JOIN_(name, variant) stageline_##name##_##variant
-#define JOIN(name, variant) JOIN_(name, variant)
-#define EXPORT(name) extern "C" __attribute__((visibility("default"))) void JOIN(name, STAGELINE_VARIANT)
 
 using namespace STAGELINE_VARIANT;
 
@@ -16,26 +13,29 @@ static LinearArguments arguments(const void* x, const void* packed, const void* 
 
 EXPORT(gemm)
 (const void* x, const void* packed, const void* bias, void* out, int64_t x_stride, int64_t rows, int64_t out_features,
- int64_t steps, int32_t parts, int32_t gives_bf16) {
+ int64_t steps, int32_t threads, int32_t gives_bf16) {
     LinearArguments args = arguments(x, packed, bias, out, x_stride, rows, out_features, steps);
     if (gives_bf16)
-        linear_in_parts<Stored<bf16>>(args, parts, [&](int) { return Stored<bf16>{args}; });
+        linear_in_parts<Stored<bf16>>(args, parts_of<Stored<bf16>>(args, threads), [&](int) { return Stored<bf16>{args}; });
     else
-        linear_in_parts<Stored<float>>(args, parts, [&](int) { return Stored<float>{args}; });
+        linear_in_parts<Stored<float>>(args, parts_of<Stored<float>>(args, threads), [&](int) { return Stored<float>{args}; });
 }
+BY_WORDS(gemm)
 
 EXPORT(gemm_gated)
 (const void* x, const void* packed, const void* bias, void* out, int64_t x_stride, int64_t rows, int64_t out_features,
- int64_t steps, int32_t parts) {
+ int64_t steps, int32_t threads) {
     LinearArguments args = arguments(x, packed, bias, out, x_stride, rows, out_features, steps);
-    linear_in_parts<Gated>(args, parts, [&](int) { return Gated{args}; });
+    linear_in_parts<Gated>(args, parts_of<Gated>(args, threads), [&](int) { return Gated{args}; });
 }
+BY_WORDS(gemm_gated)
 
-// places, values: [parts][rows]; the first of the parts becomes the result.
+// places, values: [threads][rows]; the first of them becomes the result.
 EXPORT(gemm_largest)
 (const void* x, const void* packed, const void* bias, int64_t* places, float* values, int64_t x_stride, int64_t rows,
- int64_t out_features, int64_t steps, int32_t parts) {
+ int64_t out_features, int64_t steps, int32_t threads) {
     LinearArguments args = arguments(x, packed, bias, nullptr, x_stride, rows, out_features, steps);
+    const int parts = parts_of<Largest>(args, threads);
     linear_in_parts<Largest>(args, parts, [&](int part) {
         return Largest(args, places + part * rows, values + part * rows);
     });

@@ -166,10 +166,23 @@ static void linear(const LinearArguments& args, const Finish& finish, int64_t be
     }
 }
 
+template <class Finish>
+INLINE int64_t panels_of(const LinearArguments& args) {
+    return (args.out_features + Finish::COLUMNS - 1) / Finish::COLUMNS;
+}
+
+// How many of the threads share the work.
+template <class Finish>
+static int parts_of(const LinearArguments& args, int threads) {
+    const double panel_bytes = (double)args.steps * PANEL * sizeof(uint32_t), bytes = panels_of<Finish>(args) * panel_bytes;
+    const int parts = worth_sharing(threads, bytes, args.rows * bytes, BF16_FLOPS_PER_S);
+    return parts < panels_of<Finish>(args) ? parts : panels_of<Finish>(args);
+}
+
 // Part by part of the panels, each on its own thread. finish_part(part) makes what ends the part's products.
 template <class Finish, class FinishPart>
 static void linear_in_parts(const LinearArguments& args, int parts, const FinishPart& finish_part) {
-    const int64_t panels = (args.out_features + Finish::COLUMNS - 1) / Finish::COLUMNS;
+    const int64_t panels = panels_of<Finish>(args);
     Crew::run(parts, [&](int part) {
         linear(args, finish_part(part), panels * part / parts, panels * (part + 1) / parts);
     });

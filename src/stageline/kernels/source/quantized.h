@@ -202,8 +202,22 @@ static void quantize_and(const X* x, int64_t num_rows, int64_t num_columns, int 
     }
 }
 
+// How many of the threads share the work of all the plan's matrices.
+static int parts_of(const QuantizedPlan& plan, int64_t num_rows, int threads) {
+    double bytes = 0, numbers = 0;
+    for (int64_t m = 0; m < plan.num_matrices; m++) {
+        const QuantizedMatrix& matrix = plan.matrices[m];
+        const PanelStart second = panel_of(matrix, QUANTIZED_PANEL, plan.num_columns / BLOCK);
+        const double panels = (double)matrix.num_rows / QUANTIZED_PANEL;
+        bytes += panels * ((second.quants - matrix.quants) + (second.scales - matrix.scales) * sizeof(uint16_t));
+        numbers += (double)matrix.num_rows * plan.num_columns;
+    }
+    return worth_sharing(threads, bytes, numbers * num_rows, INT8_PRODUCTS_PER_S);
+}
+
 template <class X, class Y>
-static void quantized_linear(const QuantizedPlan& plan, const X* x, int64_t num_rows, Y* out, int parts) {
+static void quantized_linear(const QuantizedPlan& plan, const X* x, int64_t num_rows, Y* out, int threads) {
+    const int parts = parts_of(plan, num_rows, threads);
     int64_t stride = 0;
     for (int64_t m = 0; m < plan.num_matrices; m++) stride += plan.matrices[m].num_rows;
     quantize_and(x, num_rows, plan.num_columns, parts, [&](int64_t row, const QuantizedRows& rows, int part) {
@@ -214,19 +228,24 @@ static void quantized_linear(const QuantizedPlan& plan, const X* x, int64_t num_
     });
 }
 
-// Of the plan's only matrix. places, values: [parts][num_rows].
+// Of the plan's only matrix. places, values: [threads][num_rows]; the first of them becomes the result.
 template <class X>
 static void quantized_largest(const QuantizedPlan& plan, const X* x, int64_t num_rows, int64_t* places, float* values,
-                              int parts) {
+                              int threads) {
+    const int parts = parts_of(plan, num_rows, threads);
     quantize_and(x, num_rows, plan.num_columns, parts, [&](int64_t row, const QuantizedRows& rows, int part) {
         int64_t first = part * num_rows + row;
         find_largest(plan.matrices[0], Share(plan.matrices[0].num_rows, part, parts), plan.bias, rows, places + first,
                      values + first);
     });
+    // Of equals the first: parts are in order.
+    for (int64_t i = num_rows; i < parts * num_rows; i++)
+        if (values[i] > values[i % num_rows]) values[i % num_rows] = values[i], places[i % num_rows] = places[i];
 }
 
 template <class X, class Y>
-static void quantized_gated(const QuantizedPlan& plan, const X* x, int64_t num_rows, Y* out, int parts) {
+static void quantized_gated(const QuantizedPlan& plan, const X* x, int64_t num_rows, Y* out, int threads) {
+    const int parts = parts_of(plan, num_rows, threads);
     int64_t size = plan.matrices[0].num_rows;
     quantize_and(x, num_rows, plan.num_columns, parts, [&](int64_t row, const QuantizedRows& rows, int part) {
         multiply_gated(plan.matrices[0], plan.matrices[1], Share(size, part, parts), plan.bias, rows, out + row * size);

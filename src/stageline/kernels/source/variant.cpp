@@ -1,11 +1,8 @@
-// The functions of one variant, under names that end with the variant's. Plain C: pointers, sizes in elements, and a
-// flag for the type (1: bfloat16, 0: float32). They allocate nothing and check nothing: the callers in cpu.py do.
+// The functions of one variant but for linear layers: pointers, sizes in elements, and a flag for the type (1: bfloat16,
+// 0: float32). Called by cpu.py, which checks.
 #include "attention.h"
+#include "exported.h"
 #include "rows.h"
-
-#define JOIN_(name, variant) stageline_##name##_##variant
-#define JOIN(name, variant) JOIN_(name, variant)
-#define EXPORT(name) extern "C" __attribute__((visibility("default"))) void JOIN(name, STAGELINE_VARIANT)
 
 using namespace STAGELINE_VARIANT;
 
@@ -18,6 +15,7 @@ EXPORT(rms_norm)
         rms_norm((const float*)x, (const float*)residual, (const float*)weight, (float*)total, (float*)out, rows, size,
                  eps);
 }
+BY_WORDS(rms_norm)
 
 EXPORT(silu_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t size, int32_t is_bf16) {
     if (is_bf16)
@@ -25,6 +23,7 @@ EXPORT(silu_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t size,
     else
         silu_and_mul((const float*)gate_up, (float*)out, rows, size);
 }
+BY_WORDS(silu_and_mul)
 
 EXPORT(rotate_and_store)
 (void* heads, const void* cosine, const void* sine, const int64_t* positions, const int64_t* slots, void* keys,
@@ -37,6 +36,7 @@ EXPORT(rotate_and_store)
     else
         rotate_and_store<float>(arguments);
 }
+BY_WORDS(rotate_and_store)
 
 EXPORT(argmax)(const void* x, int64_t* out, int64_t rows, int64_t size, int32_t is_bf16) {
     if (is_bf16)
@@ -69,3 +69,4 @@ EXPORT(attention)
         *scratch_bytes = attention.scratch_bytes();
     }
 }
+BY_WORDS(attention)
