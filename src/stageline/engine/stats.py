@@ -74,7 +74,7 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_added: int
     num_refused: int
-    num_finished: dict[str, int]
+    num_finished: dict[FinishReason, int]
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generation_tokens: int

@@ -16,9 +16,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import stageline
 from stageline.config.serve_config import ServeConfig
 from stageline.engine.async_llm import AsyncLLM
-from stageline.server import chat, completions, docs_page, models, openapi, tokenize
+from stageline.server import chat, completions, docs_page, metrics, models, openapi, tokenize
 from stageline.server.auth import RequireKey, path_of
 from stageline.server.errors import api_error_of, error_response, on_error, on_http_exception
+from stageline.server.http_counters import CountRequests, HttpCounters
 from stageline.server.limits import LimitHeaders
 from stageline.server.request_record import RequestIds
 from stageline.server.state import ServerState
@@ -31,9 +32,12 @@ _ALWAYS_ANSWERED = frozenset({"/health", "/ping", "/version", "/metrics", "/load
 def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
     """The server as an ASGI application. It does not close `llm`."""
     state = ServerState.of(llm, config, stageline.__version__)
+    counters = HttpCounters()
+    routes = _routes(state, counters)
+    counters.know(routes)
     app = Starlette(
-        routes=_routes(state),
-        middleware=_middleware(state),
+        routes=routes,
+        middleware=[Middleware(CountRequests, counters), *_middleware(state)],
         exception_handlers={HTTPException: on_http_exception, Exception: on_error},
     )
     app.router.redirect_slashes = False
@@ -41,9 +45,9 @@ def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
     return app
 
 
-def _routes(state: ServerState) -> list[Route]:
-    described = [one for module in _MODULES for one in module.OPERATIONS]
-    served = [route for module in _MODULES for route in module.routes(state)]
+def _routes(state: ServerState, counters: HttpCounters) -> list[Route]:
+    described = [one for module in (*_MODULES, metrics) for one in module.OPERATIONS]
+    served = [route for module in _MODULES for route in module.routes(state)] + metrics.routes(state, counters)
     return [*served, *openapi.routes(state, described), *docs_page.routes(state)]
 
 

@@ -1,0 +1,130 @@
+"""`/metrics` for Prometheus and `/load` for routers: the engine's statistics, whichever API process is asked.
+
+One idea: both answer at any time. While the model loads, or after a stage was lost, they tell what is left to tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from stageline.engine.stats import EngineStats
+from stageline.errors import StagelineError
+from stageline.server.errors import JSON
+from stageline.server.exposition import Exposition, engine_families
+from stageline.server.http_counters import HttpCounters
+from stageline.server.operations import Operation
+from stageline.server.routing import endpoint
+from stageline.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 5.0
+"""How long the engine may take to answer; a scrape usually gives up after ten seconds."""
+
+
+class Load(msgspec.Struct, kw_only=True):
+    """How busy the pipeline is.
+
+    Args:
+        server_load: requests running and waiting; all API processes tell the same.
+        kv_cache_usage: the share of the KV cache in use.
+        is_ready: false while the model loads or if a stage is lost; the numbers are 0 then.
+    """
+
+    server_load: int = 0
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    num_waiting_tokens: int = 0
+    max_num_seqs: int = 0
+    kv_cache_usage: float = 0.0
+    microbatches_in_flight: int = 0
+    is_ready: bool = False
+
+
+OPERATIONS = [
+    Operation("GET", "/metrics", "Metrics for Prometheus", tag="server", answer_type="text/plain"),
+    Operation("GET", "/load", "How busy the pipeline is", tag="server", answer=Load),
+]
+
+
+def routes(state: ServerState, counters: HttpCounters) -> list[Route]:
+    """Args:
+    counters: what this process answers over HTTP.
+    """
+
+    async def metrics(state: ServerState, http: Request) -> Response:
+        return await show_metrics(state, http, counters)
+
+    return [
+        Route("/metrics", endpoint(state, metrics), methods=["GET"]),
+        Route("/load", endpoint(state, show_load), methods=["GET"]),
+    ]
+
+
+async def show_metrics(state: ServerState, http: Request, counters: HttpCounters) -> Response:
+    stats = await _stats(state)
+    families = [] if stats is None else engine_families(stats, state.model_names[0])
+    encode, content_type = choose_encoder(http.headers.get("accept", ""))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families([*families, *_own_families(state, stats), *counters.families()]))
+    return Response(encode(registry), headers={"Content-Type": content_type})
+
+
+async def show_load(state: ServerState, _http: Request) -> Response:
+    stats = await _stats(state)
+    return Response(msgspec.json.encode(Load() if stats is None else _load(stats)), media_type=JSON)
+
+
+def _load(stats: EngineStats) -> Load:
+    scheduler = stats.scheduler
+    return Load(
+        server_load=scheduler.num_running + scheduler.num_waiting,
+        num_requests_running=scheduler.num_running,
+        num_requests_waiting=scheduler.num_waiting,
+        num_waiting_tokens=scheduler.num_waiting_tokens,
+        max_num_seqs=stats.facts.max_num_seqs,
+        kv_cache_usage=scheduler.num_used_blocks / scheduler.num_blocks,
+        microbatches_in_flight=len(stats.microbatches.in_flight_rows),
+        is_ready=True,
+    )
+
+
+async def _stats(state: ServerState) -> EngineStats | None:
+    """None if the engine has none to give."""
+    if not state.llm.is_ready:
+        return None
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await state.llm.stats()
+    except TimeoutError:
+        logger.warning("the engine did not tell its statistics within %g s", _PATIENCE_S)
+    except StagelineError as error:
+        logger.warning("the engine has no statistics: %s", str(error).splitlines()[0])
+    return None
+
+
+def _own_families(state: ServerState, stats: EngineStats | None) -> list[Metric]:
+    """What is true of this process; its CPU time and memory are the `process_*` that Prometheus knows."""
+    page = Exposition({"model_name": state.model_names[0]})
+    page.gauge("stageline:ready", "Whether the engine answers.", 0 if stats is None else 1)
+    process = ProcessCollector(registry=CollectorRegistry())
+    return [*page.families, *process.collect()]
+
+
+class _Families:
+    """Metrics as a registry takes them."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
