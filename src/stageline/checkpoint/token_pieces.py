@@ -1,7 +1,7 @@
 """The bytes behind a vocabulary's pieces, which are spelled in characters that can be printed.
 
-Two spellings are known: `<0xE2>` for a byte of its own (SentencePiece), and one printable character per byte (byte-level
-BPE, as GPT-2 introduced it).
+Two spellings are known: `<0xE2>` for a byte of its own (SentencePiece), and one printable character per byte
+(byte-level BPE, as GPT-2 introduced it).
 """
 
 from __future__ import annotations

@@ -64,6 +64,8 @@ async def create_chat_completion(state: ServerState, http: Request) -> Response:
 def fields_of(request: ChatCompletionRequest) -> FieldNames:
     """What this request calls the engine's fields."""
     names = FIELDS.names | structured_field_names(request)
+    if request.tools and request.tool_choice not in (None, "none", "auto"):
+        names["structured_outputs.json"] = "tools"
     if request.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     return FieldNames(names)
@@ -100,17 +102,19 @@ async def plan_chat(state: ServerState, request: ChatCompletionRequest) -> ChatP
     head = AnswerHead.new(state, "chatcmpl", state.check_model(request.model))
     check_tools(request)
     _refuse_foreign_template(request)
-    style = state.answer_style
     num_top_logprobs = _num_top_logprobs(request)
     max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     params = sampling_params(request, state.llm.default_sampling_params(), max_tokens, num_top_logprobs)
-    forced = structured_outputs_of_tool_choice(request.tools, request.tool_choice, style)
+    tools = request.tools if request.tool_choice != "none" else None
+    forced = structured_outputs_of_tool_choice(tools, request.tool_choice, request.parallel_tool_calls is not False)
     if forced is not None:
         params = msgspec.structs.replace(params, structured_outputs=forced)
+    if state.answer_style.needs_special_tokens(bool(tools)):
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
     text = await render_chat(
         state,
         request.messages,
-        request.tools if request.tool_choice != "none" else None,
+        tools,
         _template_variables(state, request),
         request.add_generation_prompt,
         bool(request.continue_final_message),

@@ -56,7 +56,14 @@ class ChatPlan:
 
 def new_parser(state: ServerState, plan: ChatPlan) -> AnswerParser:
     """For the text of one answer."""
-    return make_answer_parser(state.answer_style, plan.request.tools, plan.request.tool_choice)
+    return make_answer_parser(
+        state.answer_style,
+        plan.request.tools,
+        plan.request.tool_choice,
+        prompt=plan.prompt,
+        is_parallel=plan.request.parallel_tool_calls is not False,
+        has_form=plan.params.structured_outputs is not None,
+    )
 
 
 # ---- whole answers ----

@@ -22,6 +22,7 @@ from stageline.server.generation import Outputs, TokenCount, check_in_time, inte
 from stageline.server.limits import decode_body
 from stageline.server.operations import Operation
 from stageline.server.prompts import decode_tokens, encode_text, parse_prompts
+from stageline.server.protocol import MAX_COMPLETIONS
 from stageline.server.protocol_completions import Completion, CompletionRequest
 from stageline.server.protocol_sampling import sampling_params, structured_field_names
 from stageline.server.request_record import record_of
@@ -101,9 +102,9 @@ async def plan_completion(state: ServerState, request: CompletionRequest) -> Com
         raise bad_request("suffix is not supported: the model continues texts, it does not fill gaps", "suffix")
     params = _params(state, request)
     prompts = parse_prompts(request.prompt)
-    if len(prompts) * params.n > MAX_N and len(prompts) > 1:
-        num_completions = f"{len(prompts)} prompts with {params.n} choices each are {len(prompts) * params.n}"
-        raise bad_request(f"{num_completions} completions; ask for at most {MAX_N} with one request", "prompt")
+    if len(prompts) * params.n > MAX_COMPLETIONS:
+        asked = f"{len(prompts)} prompts with {params.n} choices each are {len(prompts) * params.n} completions"
+        raise bad_request(f"{asked}; ask for at most {MAX_COMPLETIONS} with one request", "prompt")
     planned = []
     for index, prompt in enumerate(prompts):
         field = "prompt" if len(prompts) == 1 else f"prompt[{index}]"

@@ -143,6 +143,9 @@ _AT = re.compile(r"^(?P<what>.*) - at `(?P<path>\$.*)`$", re.S)
 _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONGEST_ECHO = 200
+_JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
+# In the messages of msgspec, which names Python's types in backticks.
+_TYPE_NAME = re.compile(r"\b(?:int|float|str|bool)\b(?=[^`]*`(?:[^`]*`[^`]*`)*[^`]*$)")
 
 
 def api_error_of_decoding(error: msgspec.DecodeError, body: bytes) -> ApiError:
@@ -155,7 +158,9 @@ def api_error_of_decoding(error: msgspec.DecodeError, body: bytes) -> ApiError:
     if missing := _MISSING.match(text):
         path, text = f"{path}.{missing['name']}", "is required but missing"
     param = path.removeprefix("$").removeprefix(".") or None
-    text = text[:_LONGEST_ECHO]
+    text = _TYPE_NAME.sub(lambda name: _JSON_TYPES.get(name[0], name[0]), text[:_LONGEST_ECHO])
+    if param is not None and param.endswith(".role"):
+        text += "; a role is developer, system, user, assistant or tool"
     return bad_request(f"{param or 'the body'}: {text[0].lower()}{text[1:]}", param)
 
 

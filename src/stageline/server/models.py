@@ -59,7 +59,7 @@ async def show_version(_state: ServerState, _http: Request) -> Response:
 
 def _card(state: ServerState, name: str) -> ModelCard:
     llm = state.llm
-    return ModelCard(id=name, created=state.started_s, root=llm.config.model, max_model_len=llm.max_model_len)
+    return ModelCard(id=name, created=state.started_s, max_model_len=llm.max_model_len)
 
 
 def _json(answer: msgspec.Struct) -> Response:

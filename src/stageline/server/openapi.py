@@ -17,7 +17,7 @@ from starlette.routing import Route
 import stageline
 from stageline.server.errors import JSON
 from stageline.server.operations import BODY_ERRORS, Operation
-from stageline.server.protocol import ErrorBody
+from stageline.server.protocol import TOKEN_ID_MARKER, ErrorBody
 from stageline.server.routing import endpoint
 from stageline.server.state import ServerState
 
@@ -29,10 +29,7 @@ _REF = "#/components/schemas/{name}"
 _RETRY_AFTER = {"Retry-After": {"description": "Seconds until it may succeed", "schema": {"type": "integer"}}}
 # Any request, whatever its path.
 _ERRORS_OF_ALL = (431, 500, 503)
-_STREAM_HELP = (
-    "Server-sent events, if `stream` is true: each `data:` line holds one JSON object of the schema in "
-    "`x-event-schema`, or, if the answer breaks off, an error; the last one holds `[DONE]`."
-)
+_STREAM_HELP = "Server-sent events, if `stream` is true. If the answer breaks off, the last event but one is an error."
 
 
 def routes(state: ServerState, operations: Sequence[Operation]) -> list[Route]:
@@ -55,6 +52,7 @@ def describe(state: ServerState, operations: Sequence[Operation]) -> dict[str, A
     schema_of = dict(zip(kinds, references, strict=True))
     for component in components.values():
         _name_the_models(component, state.model_names)
+    _bound_token_ids(components, state.llm.spec.vocab_size - 1)
     needs_key = bool(state.config.api_key)
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
@@ -92,6 +90,17 @@ def _name_the_models(component: dict[str, Any], names: Sequence[str]) -> None:
         model["enum"] = list(names)
 
 
+def _bound_token_ids(schema: Any, highest: int) -> None:
+    if isinstance(schema, list):
+        for one in schema:
+            _bound_token_ids(one, highest)
+    elif isinstance(schema, dict):
+        if schema.pop(TOKEN_ID_MARKER, False):
+            schema["maximum"] = highest
+        for one in schema.values():
+            _bound_token_ids(one, highest)
+
+
 def _operation(
     one: Operation, schema_of: dict[Any, dict[str, Any]], state: ServerState, needs_key: bool
 ) -> dict[str, Any]:
@@ -108,7 +117,7 @@ def _operation(
     for status in sorted(errors):
         described["responses"][str(status)] = _error(status, schema_of[ErrorBody])
     if one.request is not None:
-        content: dict[str, Any] = {"schema": schema_of[one.request]}
+        content: dict[str, Any] = {"schema": {**schema_of[one.request], **one.request_rule}}
         if one.example:
             content["example"] = {"model": state.model_names[0], **one.example}
         described["requestBody"] = {"required": True, "content": {JSON: content}}
@@ -130,11 +139,20 @@ def _success(one: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, 
     schema = schema_of.get(one.answer, {"type": "object"})
     content: dict[str, Any] = {JSON: {"schema": schema}}
     if one.event is not None:
-        content["text/event-stream"] = {
-            "schema": {"type": "string", "description": _STREAM_HELP},
-            "x-event-schema": schema_of[one.event],
-        }
+        content["text/event-stream"] = {"schema": _event_schema(schema_of[one.event], schema_of[ErrorBody])}
     return {"description": "Done", "content": content}
+
+
+def _event_schema(news: dict[str, Any], error: dict[str, Any]) -> dict[str, Any]:
+    """Of one event: OpenAPI has no word for a sequence of them before 3.2, and its readers take this one."""
+    data = {
+        "type": "string",
+        "anyOf": [
+            {"const": "[DONE]"},
+            {"contentMediaType": JSON, "contentSchema": {"anyOf": [news, error]}},
+        ],
+    }
+    return {"type": "object", "description": _STREAM_HELP, "required": ["data"], "properties": {"data": data}}
 
 
 def _error(status: int, schema: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ class Operation:
 
     Args:
         answer: the body of a success, as JSON; None for text of the type `answer_type`.
-        event: what an event of a stream holds, if the request can ask for one.
+        request_rule: what a request must keep beside its struct's types, as JSON schema.
+    event: what an event of a stream holds, if the request can ask for one.
         errors: statuses besides those that every request may get.
         is_open: asked without a key.
         example: a request's body; the model's name is added.
@@ -29,6 +30,7 @@ class Operation:
     summary: str
     tag: str
     request: type[msgspec.Struct] | None = None
+    request_rule: Mapping[str, Any] = field(default_factory=dict)
     answer: Any = None
     answer_type: str = "application/json"
     event: Any = None

@@ -12,11 +12,10 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from stageline.sampling import MAX_SEED
-
 # What a client may ask for with one request; more is refused with a message that names the number.
 MAX_STOP_STRINGS = 64
-MAX_PROMPTS = 256
+MAX_PROMPTS = 128
+MAX_COMPLETIONS = 1024
 MAX_MESSAGES = 4096
 
 MODEL_HELP = "one of the names that /v1/models lists"
@@ -32,7 +31,10 @@ def between(lowest: float, highest: float) -> Meta:
     return Meta(extra_json_schema={"minimum": lowest, "maximum": highest})
 
 
-TokenId = Annotated[int, between(0, MAX_SEED)]
+# The schema that is shown has the highest id in the marker's place, once the model is known.
+TOKEN_ID_MARKER = "x-token-id"
+TOKEN_ID_SCHEMA = {"type": "integer", "minimum": 0, TOKEN_ID_MARKER: True}
+TokenId = Annotated[int, Meta(extra_json_schema=TOKEN_ID_SCHEMA)]
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True, frozen=True):
@@ -88,7 +90,6 @@ class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
 
     Args:
         created: when this server started, in seconds since 1970.
-        root: where the model is from, as the operator wrote it.
         max_model_len: most tokens of prompt and output together.
     """
 
@@ -96,8 +97,6 @@ class ModelCard(msgspec.Struct, kw_only=True, frozen=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "stageline"
-    root: str
-    parent: None = None
     max_model_len: int
 
 

@@ -122,7 +122,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    chat_template: str | None = None
+    chat_template: Annotated[Any, Meta(extra_json_schema={"type": "null"})] = None
 
 
 class TopLogprob(msgspec.Struct, kw_only=True, frozen=True):

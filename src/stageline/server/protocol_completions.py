@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from stageline.sampling import MAX_LOGPROBS, MAX_N
-from stageline.server.protocol import MAX_PROMPTS, Usage, at_least, between
+from stageline.server.protocol import MAX_PROMPTS, TOKEN_ID_SCHEMA, Usage, at_least, between
 from stageline.server.protocol_chat import PromptLogprobs
 from stageline.server.protocol_sampling import GenerationRequest
 
@@ -16,12 +16,12 @@ _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string", "minLength": 1},
         {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS, "items": {"type": "string", "minLength": 1}},
-        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        {"type": "array", "minItems": 1, "items": TOKEN_ID_SCHEMA},
         {
             "type": "array",
             "minItems": 1,
             "maxItems": MAX_PROMPTS,
-            "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+            "items": {"type": "array", "minItems": 1, "items": TOKEN_ID_SCHEMA},
         },
     ]
 }

@@ -15,6 +15,7 @@ from stageline.sampling import MAX_LOGPROBS, MAX_N, MAX_SEED, SamplingParams, St
 from stageline.server.errors import bad_request
 from stageline.server.protocol import MAX_STOP_STRINGS, MODEL_HELP, StreamOptions, TokenId, at_least, between
 
+MAX_PRIORITY = 2**31
 NonEmpty = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
 
 
@@ -23,7 +24,7 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True, frozen=True):
     strict: accepted for OpenAI's sake: the answer keeps to the schema either way.
     """
 
-    name: Annotated[str, Meta(extra_json_schema={"minLength": 1, "maxLength": 64})]
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
@@ -81,7 +82,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     bad_words: list[NonEmpty] | None = None
     prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
     return_token_ids: bool | None = None
-    priority: Annotated[int | None, between(-MAX_SEED - 1, MAX_SEED)] = None
+    priority: Annotated[int | None, between(-MAX_PRIORITY, MAX_PRIORITY)] = None
     cache_salt: str | None = None
     use_beam_search: bool | None = None
 
@@ -127,6 +128,8 @@ def sampling_params(
         raise bad_request("stream_options is for streams: set stream to true, or leave it out", "stream_options")
     if request.use_beam_search:
         raise bad_request("use_beam_search is not supported; leave it out", "use_beam_search")
+    if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
+        raise bad_request(f"priority is {request.priority}; keep within ±{MAX_PRIORITY}", "priority")
     if isinstance(request.stop, list) and len(request.stop) > MAX_STOP_STRINGS:
         raise bad_request(f"stop has {len(request.stop)} strings; give at most {MAX_STOP_STRINGS}", "stop")
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}

@@ -19,12 +19,19 @@ from stageline.server.state import ServerState
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+_EITHER = {
+    "oneOf": [
+        {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+        {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+    ]
+}
 OPERATIONS = [
     Operation(
         "POST",
         "/tokenize",
         "Turn a text or a conversation into tokens",
         request=TokenizeRequest,
+        request_rule=_EITHER,
         answer=TokenizeResponse,
         tag="tokens",
         example={"prompt": "The capital of France is"},
