@@ -11,6 +11,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTORS = ("multi_process", "in_process")
 QUANTIZATIONS = ("none", "int8")
+AUTO_PARTITION = "auto"
+# The load that `--pp-layer-partition auto` and `stageline tune` balance the stages for, if they are not told another.
+PLANNED_REQUESTS, PLANNED_CONTEXT_TOKENS = 64, 256
 # A shorter silence is nothing unusual on a busy machine.
 SHORTEST_HEARTBEAT_TIMEOUT_S = 0.1
 
@@ -44,8 +47,9 @@ class EngineConfig:
         1, "number of stages the layers are cut into", flags=("-pp",), group="pipeline", metavar="STAGES"
     )
     pp_layer_partition: str | None = setting(
-        None, "layers per stage, such as 16,14 (default: even; the environment variable VLLM_PP_LAYER_PARTITION is "
-        "honoured, this flag wins)", group="pipeline", metavar="N,N,..."
+        None, "layers per stage, such as 16,14, or auto: by measured times, so that no stage is slower than it must be "
+        "(default: even; the environment variable VLLM_PP_LAYER_PARTITION is honoured, this flag wins)",
+        group="pipeline", metavar="N,N,..."
     )
     distributed_executor_backend: str = setting(
         "multi_process", "one process per stage, or all stages in this process", choices=EXECUTORS, group="pipeline"

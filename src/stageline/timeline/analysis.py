@@ -1,7 +1,8 @@
 """Where the time of each stage went: computing, waiting for input, blocked on output, or idle.
 
 The one idea: within a window every instant of a stage belongs to exactly one of these four, so they sum to the window.
-Where spans of a stage overlap, computing wins over sending, and sending over waiting.
+Where spans of a stage overlap, computing wins over sending, and sending over waiting. Waiting and idling are each split
+once more by what the rest of the pipeline did meanwhile: that is the reason of the bubble.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from stageline.timeline.intervals import Interval, difference, intersection, length_s, union
 from stageline.timeline.span import Span, SpanKind
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,9 @@ class StageReport:
         blocked_on_output_s: in send, while not computing.
         idle_s: the rest: the stage knew of no microbatch, or did what no span covers.
         num_microbatches, num_tokens: whose forward ended in the window.
+        starved_s: of `waiting_for_input_s`, while a stage before still had to compute the input; the rest was the hop.
+        underfilled_s: of `idle_s`, while microbatches were in flight elsewhere: more of them would have filled it. In
+            the rest nothing was in flight at all.
     """
 
     stage_index: int
@@ -34,6 +37,18 @@ class StageReport:
     idle_s: float
     num_microbatches: int
     num_tokens: int
+    starved_s: float = 0.0
+    underfilled_s: float = 0.0
+
+    @property
+    def in_transit_s(self) -> float:
+        """Waiting for an input that the stage before had computed."""
+        return self.waiting_for_input_s - self.starved_s
+
+    @property
+    def unused_s(self) -> float:
+        """Idle while nothing was in flight."""
+        return self.idle_s - self.underfilled_s
 
     @property
     def busy_fraction(self) -> float:
@@ -112,6 +127,7 @@ def analyse(
     if num_stages < 1:
         raise ValueError(f"a pipeline of {num_stages} stages; it must have at least 1")
     by_stage: list[list[Span]] = [[] for _ in range(num_stages)]
+    spans = list(spans)
     for span in spans:
         if 0 <= span.stage_index < num_stages:
             by_stage[span.stage_index].append(span)
@@ -120,7 +136,12 @@ def analyse(
     if end_s is None:
         end_s = max((span.end_s for stage in by_stage for span in stage if _is_compute(span)), default=start_s)
     window = (start_s, max(start_s, end_s))
-    stages = tuple(_account(stage_index, stage, window) for stage_index, stage in enumerate(by_stage))
+    computed_s = [{span.microbatch: span.end_s for span in stage if span.kind == "forward"} for stage in by_stage]
+    in_flight = _in_flight(spans, num_stages)
+    stages = tuple(
+        _account(index, stage, window, computed_s[index - 1] if index else {}, in_flight)
+        for index, stage in enumerate(by_stage)
+    )
     return PipelineReport(start_s=window[0], end_s=window[1], stages=stages)
 
 
@@ -134,39 +155,52 @@ def _first_complete_start_s(by_stage: Sequence[Sequence[Span]]) -> float:
     return min((s.start_s for s in by_stage[0] if s.kind == "forward" and s.microbatch in complete), default=0.0)
 
 
-def _account(stage_index: int, spans: Sequence[Span], window: Interval) -> StageReport:
-    compute = _union(_clip(spans, ("forward", "sample"), window))
-    compute_or_send = _union([*compute, *_clip(spans, ("send",), window)])
-    covered = _union([*compute_or_send, *_clip(spans, ("receive_wait",), window)])
+def _in_flight(spans: Iterable[Span], num_stages: int) -> list[Interval]:
+    """When at least one microbatch was between its schedule and the end of the last stage's work."""
+    starts_s: dict[int, float] = {}
+    ends_s: dict[int, float] = {}
+    for span in spans:
+        if span.kind == "schedule" or _is_compute(span):
+            starts_s[span.microbatch] = min(span.start_s, starts_s.get(span.microbatch, span.start_s))
+            ends_s[span.microbatch] = max(span.end_s, ends_s.get(span.microbatch, span.end_s))
+    return union((start_s, ends_s[microbatch]) for microbatch, start_s in starts_s.items())
+
+
+def _account(
+    stage_index: int,
+    spans: Sequence[Span],
+    window: Interval,
+    computed_before_s: dict[int, float],
+    in_flight: Sequence[Interval],
+) -> StageReport:
+    """Args: computed_before_s: when the stage before had computed a microbatch. in_flight: see `_in_flight`."""
+    compute = union(_clip(spans, ("forward", "sample"), window))
+    compute_or_send = union([*compute, *_clip(spans, ("send",), window)])
+    waits = [span for span in spans if span.kind == "receive_wait"]
+    covered = union([*compute_or_send, *_clip(waits, ("receive_wait",), window)])
+    waiting = difference(covered, compute_or_send)
+    starving = union(
+        (max(span.start_s, window[0]), min(span.end_s, computed_before_s[span.microbatch], window[1]))
+        for span in waits
+        if span.microbatch in computed_before_s
+    )
+    idle = difference([window] if window[0] < window[1] else [], covered)
     finished = [span for span in spans if span.kind == "forward" and window[0] < span.end_s <= window[1]]
     window_s = window[1] - window[0]
     return StageReport(
         stage_index=stage_index,
         window_s=window_s,
-        busy_s=_length_s(compute),
-        waiting_for_input_s=_length_s(covered) - _length_s(compute_or_send),
-        blocked_on_output_s=_length_s(compute_or_send) - _length_s(compute),
-        idle_s=window_s - _length_s(covered),
+        busy_s=length_s(compute),
+        waiting_for_input_s=length_s(covered) - length_s(compute_or_send),
+        blocked_on_output_s=length_s(compute_or_send) - length_s(compute),
+        idle_s=window_s - length_s(covered),
         num_microbatches=len(finished),
         num_tokens=sum(span.num_tokens for span in finished),
+        starved_s=length_s(intersection(waiting, starving)),
+        underfilled_s=length_s(intersection(idle, in_flight)),
     )
 
 
 def _clip(spans: Iterable[Span], kinds: tuple[SpanKind, ...], window: Interval) -> list[Interval]:
     clipped = [(max(s.start_s, window[0]), min(s.end_s, window[1])) for s in spans if s.kind in kinds]
     return [(start, end) for start, end in clipped if start < end]
-
-
-def _union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint intervals in order that cover the same instants."""
-    union: list[Interval] = []
-    for start, end in sorted(intervals):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], end))
-        else:
-            union.append((start, end))
-    return union
-
-
-def _length_s(intervals: Iterable[Interval]) -> float:
-    return sum(end - start for start, end in intervals)

@@ -1,0 +1,158 @@
+"""What each item of a model costs: put together from what stages measured, or estimated from shapes alone.
+
+One idea: layers whose tensors are alike cost alike. So a few layers speak for all of their kind, and two stages that
+timed layers of one kind have told how much faster the one is than the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.stage_tensors import stage_tensor_names, stage_weight_bytes
+from stageline.errors import InternalError
+from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
+from stageline.pipeline.partition_by_cost import ItemBytes, ItemCosts, StageRoom
+
+# A CPU core's, roughly; only their ratio to one another decides anything.
+_FLOPS_PER_S = 150e9
+_BYTES_PER_S = 15e9
+
+_SAME_SPEED_FRACTION = 0.05
+"""Stages whose times differ by less are taken for equally fast: it may be noise, and equal is the likely truth."""
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """The items' costs on a stage of speed 1, and each stage's speed."""
+
+    items: ItemCosts
+    speeds: tuple[float, ...]
+
+
+def layer_kinds(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """[layers] numbers that are equal where layers have the same tensors: names, shapes and encodings."""
+    kinds: dict[tuple[tuple[str, tuple[int, ...], str], ...], int] = {}
+    numbers = []
+    for layer in range(checkpoint.spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        names = stage_tensor_names(checkpoint, range(layer, layer + 1), is_first=False, is_last=False)
+        entries = [checkpoint.tensors[name] for name in names]
+        signature = tuple(sorted((e.name.removeprefix(prefix), e.shape, e.encoding) for e in entries))
+        numbers.append(kinds.setdefault(signature, len(kinds)))
+    return tuple(numbers)
+
+
+def layers_to_time(kinds: Sequence[int], num_layers_per_kind: int) -> list[int]:
+    """The first few layers of every kind, ascending."""
+    seen: Counter[int] = Counter()
+    chosen = []
+    for layer, kind in enumerate(kinds):
+        if seen[kind] < num_layers_per_kind:
+            chosen.append(layer)
+        seen[kind] += 1
+    return chosen
+
+
+def costs_from_measured(measured: Sequence[StageItemTimes], kinds: Sequence[int]) -> MeasuredCosts:
+    """Every item's cost, from times that cover every kind of layer, the embedding and the head.
+
+    Args:
+        measured: one per stage, in order. The first stage's speed is 1.
+        kinds: [layers] as `layer_kinds` gives them.
+    """
+    own_s: dict[int, list[float]] = {}
+    kind_s: dict[int, float] = {}
+    speeds = []
+    for stage in measured:
+        speed = _speed(stage, kinds, kind_s)
+        speeds.append(speed)
+        by_kind: dict[int, list[float]] = {}
+        for layer, time_s in zip(stage.layers, stage.layers_s, strict=True):
+            own_s.setdefault(layer, []).append(time_s * speed)
+            by_kind.setdefault(kinds[layer], []).append(time_s * speed)
+        for kind, times_s in by_kind.items():
+            kind_s.setdefault(kind, _mean(times_s))
+    if missing := set(kinds) - set(kind_s):
+        raise InternalError(f"no layer of the kinds {sorted(missing)} was timed")
+    all_of_kind_s: dict[int, list[float]] = {}
+    for layer, times_s in own_s.items():
+        all_of_kind_s.setdefault(kinds[layer], []).extend(times_s)
+    layers_s = [_mean(own_s.get(layer) or all_of_kind_s[kind]) for layer, kind in enumerate(kinds)]
+    embedding_s = [m.embedding_s * s for m, s in zip(measured, speeds, strict=True) if m.embedding_s is not None]
+    head_s = [m.head_s * s for m, s in zip(measured, speeds, strict=True) if m.head_s is not None]
+    if not embedding_s or not head_s:
+        raise InternalError("the embedding or the LM head was not timed")
+    return MeasuredCosts(ItemCosts(_mean(embedding_s), tuple(layers_s), _mean(head_s)), tuple(speeds))
+
+
+def _speed(stage: StageItemTimes, kinds: Sequence[int], kind_s: dict[int, float]) -> float:
+    """How fast a stage is, from layers of kinds that an earlier stage timed too; 1 if there are none."""
+    shared = [(kind_s[kinds[layer]], t) for layer, t in zip(stage.layers, stage.layers_s, strict=True)
+              if kinds[layer] in kind_s]  # fmt: skip
+    taken_s = sum(time_s for _, time_s in shared)
+    if taken_s <= 0:
+        return 1.0
+    speed = sum(reference_s for reference_s, _ in shared) / taken_s
+    return 1.0 if abs(speed - 1.0) <= _SAME_SPEED_FRACTION else speed
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def item_bytes(checkpoint: Checkpoint, itemsize: int, keeps_quantized: bool, kv_bytes_per_layer: int) -> ItemBytes:
+    """What each item takes in a stage's memory.
+
+    Args:
+        itemsize: bytes of a number in the compute dtype.
+        kv_bytes_per_layer: KV cache that the plan needs for one layer.
+    """
+
+    def weights(layers: range, is_first: bool = False, is_last: bool = False) -> int:
+        return stage_weight_bytes(checkpoint, layers, is_first, is_last, itemsize, keeps_quantized)
+
+    return ItemBytes(
+        embedding=weights(range(0), is_first=True),
+        layers=tuple(
+            weights(range(layer, layer + 1)) + kv_bytes_per_layer for layer in range(checkpoint.spec.num_layers)
+        ),
+        head=weights(range(0), is_last=True),
+    )
+
+
+def analytic_costs(
+    checkpoint: Checkpoint, planned: PlannedMicrobatch, sizes: ItemBytes, kv_bytes_per_token: int
+) -> ItemCosts:
+    """An estimate from shapes: matrix products or reading the weights, whichever is slower, and reading the KV cache.
+
+    Args:
+        sizes: weights alone, without KV cache.
+        kv_bytes_per_token: of one layer.
+    """
+    attention_s = planned.num_rows * planned.context_tokens * kv_bytes_per_token / _BYTES_PER_S
+
+    def weights_s(layers: range, is_last: bool, num_bytes: int) -> float:
+        names = stage_tensor_names(checkpoint, layers, is_first=False, is_last=is_last)
+        num_weights = sum(checkpoint.tensors[name].num_elements for name in names)
+        return max(2.0 * planned.num_rows * num_weights / _FLOPS_PER_S, num_bytes / _BYTES_PER_S)
+
+    return ItemCosts(
+        embedding_s=planned.num_rows * checkpoint.spec.hidden_size * 4 / _BYTES_PER_S,
+        layers_s=tuple(
+            weights_s(range(layer, layer + 1), False, num_bytes) + attention_s
+            for layer, num_bytes in enumerate(sizes.layers)
+        ),
+        head_s=weights_s(range(0), True, sizes.head),
+    )
+
+
+def rooms_of(measured: Sequence[StageItemTimes], speeds: Sequence[float]) -> tuple[StageRoom, ...]:
+    """Each stage's speed and memory. Stages that share a memory pool share all of it, however the layers are cut."""
+    num_in_pool = Counter(stage.memory_pool for stage in measured)
+    return tuple(
+        StageRoom(speed, stage.free_bytes if num_in_pool[stage.memory_pool] == 1 < len(measured) else None)
+        for stage, speed in zip(measured, speeds, strict=True)
+    )

@@ -1,0 +1,157 @@
+"""What a run's timeline says should be changed, in sentences an operator can act on.
+
+One idea: every sentence has a threshold below which it would be noise, the number that crossed it, and the flag that
+helps. It looks at spans and plans only, so it reads simulated runs as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from stageline.engine.startup_table import format_bytes
+from stageline.kv.kv_plan import KVPlan
+from stageline.pipeline.partition_by_cost import ItemCosts, StageRoom, partition_by_cost, stage_times_s
+from stageline.timeline.analysis import PipelineReport
+from stageline.timeline.journeys import Journey, LatencySplit, mean_split
+
+_SLOWER_FRACTION = 0.05
+_GAIN_FRACTION = 0.03
+_UNDERFILLED_FRACTION = 0.1
+_HOPS_FRACTION = 0.3
+_UNUSED_KV_FRACTION = 0.2
+_PREFILL_SHARE, _PREFILL_STRETCH = 0.25, 3.0
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What advice is drawn from.
+
+    Args:
+        report: of the window in question.
+        journeys: of the microbatches in it (`stageline.timeline.journeys`).
+        layer_counts: layers per stage.
+        num_requests: most that were running at once; None if not known.
+        kv_plan: None if not known.
+    """
+
+    report: PipelineReport
+    journeys: Sequence[Journey]
+    layer_counts: Sequence[int]
+    num_requests: int | None = None
+    kv_plan: KVPlan | None = None
+
+
+def advise(facts: RunFacts) -> list[str]:
+    """Sentences, the most useful first; none if there is nothing to say."""
+    split = mean_split(facts.journeys, len(facts.layer_counts))
+    if split is None:
+        return []
+    on_time = (_on_concurrency(facts, split), _on_slowest_stage(facts), _on_links(split), _on_prefill(facts))
+    return [line for line in (*on_time, _on_kv(facts)) if line]
+
+
+def _on_slowest_stage(facts: RunFacts) -> str:
+    """Which stage sets the pace, by how much, why, and a partition that evens it out."""
+    if len(facts.layer_counts) < 2:
+        return ""
+    decodes = [journey for journey in facts.journeys if not journey.has_prompt_tokens] or list(facts.journeys)
+    times_s = [
+        fmean(journey.computed[stage][1] - journey.computed[stage][0] for journey in decodes)
+        for stage in range(len(facts.layer_counts))
+    ]
+    slowest = max(range(len(times_s)), key=times_s.__getitem__)
+    others_s = fmean(time_s for stage, time_s in enumerate(times_s) if stage != slowest)
+    if others_s <= 0 or times_s[slowest] < others_s * (1 + _SLOWER_FRACTION):
+        return ""
+    sampled = [journey.segments[-1] for journey in decodes if journey.segments[-1].cause == "sampling"]
+    sampling_s = sum(segment.end_s - segment.start_s for segment in sampled) / len(decodes)
+    is_last = slowest == len(times_s) - 1
+    head = f": LM head {sampling_s / times_s[slowest]:.0%} of its time" if is_last and sampling_s > 0 else ""
+    line = f"slowest stage: s{slowest} (+{times_s[slowest] / others_s - 1:.0%}){head}"
+    better = _better_counts(times_s, sampling_s, facts.layer_counts)
+    return f"{line}; try --pp-layer-partition {','.join(map(str, better))} or auto" if better else line
+
+
+def _better_counts(times_s: Sequence[float], sampling_s: float, counts: Sequence[int]) -> tuple[int, ...] | None:
+    """A partition that should make the slowest stage faster, if layers cost alike; None if there is none."""
+    layers_s = [*times_s[:-1], times_s[-1] - sampling_s]
+    per_layer_s = [time_s / count for time_s, count in zip(layers_s, counts, strict=True)]
+    if min(per_layer_s) <= 0:
+        return None
+    layer_s = sum(layers_s) / sum(counts)
+    is_alike = max(per_layer_s) <= min(per_layer_s) * (1 + 2 * _SLOWER_FRACTION)
+    rooms = [StageRoom(1.0 if is_alike else layer_s / own_s) for own_s in per_layer_s]
+    costs = ItemCosts(0.0, (layer_s,) * sum(counts), sampling_s * rooms[-1].speed)
+    better = partition_by_cost(costs, rooms)
+    gain = max(stage_times_s(costs, rooms, counts)) / max(stage_times_s(costs, rooms, better)) - 1
+    return better if gain >= _GAIN_FRACTION else None
+
+
+def _on_concurrency(facts: RunFacts, split: LatencySplit) -> str:
+    """Too few requests to keep every stage busy, and how many would."""
+    if facts.num_requests is None or facts.report.window_s <= 0:
+        return ""
+    underfilled = fmean(stage.underfilled_s / stage.window_s for stage in facts.report.stages)
+    if underfilled < _UNDERFILLED_FRACTION:
+        return ""
+    slowest_s = max(
+        stage_s + split.sampling_s * (stage == len(split.stages_s) - 1) for stage, stage_s in enumerate(split.stages_s)
+    )
+    ring_s = split.total_s - sum(split.queues_s)
+    needed = math.ceil(ring_s / slowest_s) if slowest_s > 0 else 0
+    if facts.num_requests >= needed:
+        return ""
+    return (
+        f"too few requests to fill the pipeline: {facts.num_requests} at once leave the stages idle {underfilled:.0%} "
+        f"of the time; {needed} or more would fill it"
+    )
+
+
+def _on_links(split: LatencySplit) -> str:
+    """The time between stages outweighs what they compute."""
+    hops_s = split.hops_s[1:]
+    ring_s = split.total_s - sum(split.queues_s)
+    if ring_s <= 0 or not hops_s or sum(hops_s) < ring_s * _HOPS_FRACTION:
+        return ""
+    slowest = max(range(len(hops_s)), key=hops_s.__getitem__)
+    return (
+        f"links take {sum(hops_s) / ring_s:.0%} of a microbatch's way, most of it s{slowest} -> s{slowest + 1} with "
+        f"{hops_s[slowest] * 1000:.1f} ms; more requests at once and a larger --max-microbatches-in-flight hide it"
+    )
+
+
+def _on_prefill(facts: RunFacts) -> str:
+    """Chunks of prompts stretch the steps of everyone who is decoding."""
+    def slowest_s(journey: Journey) -> float:
+        return max(end_s - start_s for start_s, end_s in journey.computed)
+
+    mixed = [slowest_s(j) for j in facts.journeys if j.has_prompt_tokens and j.num_rows > 1]
+    plain = [slowest_s(j) for j in facts.journeys if not j.has_prompt_tokens]
+    if not mixed or not plain:
+        return ""
+    stretch, share = median(mixed) / median(plain), len(mixed) / len(facts.journeys)
+    if stretch < _PREFILL_STRETCH or share < _PREFILL_SHARE:
+        return ""
+    return (
+        f"prompts starve decodes: {share:.0%} of the microbatches carry prompt chunks and take {stretch:.1f} times as "
+        f"long ({median(mixed) * 1000:.0f} instead of {median(plain) * 1000:.0f} ms); lower "
+        "--long-prefill-token-threshold or --max-num-batched-tokens"
+    )
+
+
+def _on_kv(facts: RunFacts) -> str:
+    """One stage's KV cache decides for all, and others could hold much more."""
+    plan = facts.kv_plan
+    if plan is None or plan.limiting_stage is None or len(plan.stages) < 2:
+        return ""
+    unused = sum(stage.unused_bytes for stage in plan.stages)
+    available = sum(stage.available_bytes for stage in plan.stages)
+    if available <= 0 or unused < available * _UNUSED_KV_FRACTION:
+        return ""
+    return (
+        f"KV cache of s{plan.limiting_stage} limits the rest: the other stages leave {format_bytes(unused)} "
+        f"({unused / available:.0%}) unused; give it fewer layers or more memory (--kv-cache-memory takes a list)"
+    )
