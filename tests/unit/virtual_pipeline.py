@@ -7,7 +7,7 @@ costs say, so a microbatch's way through all of them is known when it is launche
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -46,15 +46,23 @@ class VirtualPipeline:
     Args:
         costs: of each stage.
         hop_s: from one stage to the next, from the engine to the first, and from the last back.
+        noise: drawn for each stage and microbatch, its time is multiplied by it; a machine that others use as well.
     """
 
-    def __init__(self, scheduler: Scheduler, costs: Sequence[StageTimeCosts], hop_s: float = 2e-4) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        costs: Sequence[StageTimeCosts],
+        hop_s: float = 2e-4,
+        noise: Callable[[], float] = lambda: 1.0,
+    ) -> None:
         self.scheduler = scheduler
         self.now_s = 0.0
         self.records: dict[str, Record] = {}
         self.launched: list[Microbatch] = []
         self._costs = costs
         self._hop_s = hop_s
+        self._noise = noise
         self._free_s = [0.0] * len(costs)
         self._in_flight = InFlight(scheduler.window)
         self._results: deque[tuple[float, MicrobatchResult]] = deque()
@@ -98,7 +106,7 @@ class VirtualPipeline:
 
     def _launch(self, microbatch: Microbatch) -> None:
         shape = MicrobatchShape.of_rows(microbatch.num_computed_tokens, microbatch.num_scheduled_tokens)
-        times_s = [costs.predict_s(shape) for costs in self._costs]
+        times_s = [costs.predict_s(shape) * self._noise() for costs in self._costs]
         there_s = self.now_s + self._hop_s
         for index, time_s in enumerate(times_s):
             self._free_s[index] = max(there_s, self._free_s[index]) + time_s

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-_NUM_REMEMBERED_DECODES = 192
-_NUM_REMEMBERED_PROMPTS = 64
+_NUM_REMEMBERED_PER_KIND = 32
 _REFIT_EVERY = 16
 _FEW_OBSERVATIONS = 4
 _ENOUGH_PROMPT_TOKENS = 64
@@ -93,18 +92,19 @@ class StageTimeCosts:
 
 
 class StageTimeModel:
-    """Least squares with coefficients of at least 0 over the last microbatches, relative to their times.
+    """Least squares with coefficients of at least 0 over microbatches that came back, relative to their times.
 
-    Relative, because a decode of milliseconds matters as much as a prompt's chunk of a second. A coefficient that comes
-    out negative is left out and the rest fitted again: with few kinds of microbatches several explanations fit, and a
-    negative cost would be absurd for the next one. Microbatches with prompts are remembered apart, or what a prompt
-    costs would be forgotten while there are only decodes, which cannot tell the costs apart.
+    Relative, because a decode of milliseconds matters as much as a prompt's chunk of a second. With few kinds of
+    microbatches several explanations fit, and a negative cost would be absurd for the next one. So that there are many
+    kinds, the last of each size are remembered, with and without prompts: a long time of like decodes does not make it
+    forget what a prompt costs, nor does a time of small chunks what a large one showed more clearly.
     """
 
     def __init__(self) -> None:
         self.costs: StageTimeCosts | None = None
-        self._decodes: deque[tuple[float, ...]] = deque(maxlen=_NUM_REMEMBERED_DECODES)
-        self._prompts: deque[tuple[float, ...]] = deque(maxlen=_NUM_REMEMBERED_PROMPTS)
+        self._rows: dict[tuple[bool, int], deque[tuple[float, ...]]] = {}
+        self._num_observed = 0
+        self._num_prompts = 0
         self._num_prompt_tokens = 0
         self._num_since_fit = 0
 
@@ -117,44 +117,59 @@ class StageTimeModel:
         """Learn from a microbatch that took `elapsed_s` on its slowest stage."""
         if elapsed_s <= 0.0:
             return
-        row = tuple(feature / elapsed_s for feature in shape.features())
         num_prompt_tokens = shape.num_tokens - shape.num_decodes
-        (self._prompts if num_prompt_tokens else self._decodes).append(row)
+        kind = num_prompt_tokens > 0, (num_prompt_tokens or shape.num_tokens).bit_length()
+        rows = self._rows.setdefault(kind, deque(maxlen=_NUM_REMEMBERED_PER_KIND))
+        rows.append(tuple(feature / elapsed_s for feature in shape.features()))
+        self._num_observed += 1
+        self._num_prompts += num_prompt_tokens > 0
         self._num_prompt_tokens += num_prompt_tokens
         self._num_since_fit += 1
         # The first prompts teach much, and the next microbatch needs it.
-        is_news = num_prompt_tokens > 0 and len(self._prompts) <= _REFIT_EVERY
-        has_enough = len(self._decodes) + len(self._prompts) >= _FEW_OBSERVATIONS
+        is_news = num_prompt_tokens > 0 and self._num_prompts <= _REFIT_EVERY
+        has_enough = self._num_observed >= _FEW_OBSERVATIONS
         if self._num_since_fit >= _REFIT_EVERY or (has_enough and (is_news or self.costs is None)):
             self._fit()
             self._num_since_fit = 0
 
     def _fit(self) -> None:
-        rows = np.array([*self._decodes, *self._prompts])
+        rows = np.array([row for kind in self._rows.values() for row in kind])
         scale = np.sqrt((rows**2).mean(axis=0))
         used = np.flatnonzero(scale > 0)
         solution = np.zeros(rows.shape[1])
-        scaled = rows[:, used] / scale[used]
-        coefficients = _least_squares_at_least_0(scaled, np.ones(len(rows)))
-        solution[used] = coefficients / scale[used]
+        solution[used] = _least_squares_at_least_0(rows[:, used] / scale[used], np.ones(len(rows))) / scale[used]
         self.costs = StageTimeCosts(*(float(value) for value in solution))
 
 
 def _least_squares_at_least_0(matrix: Array, wanted: Array) -> Array:
-    """Minimise |matrix @ c - wanted| over c >= 0, dropping the most negative coefficient until none is left.
+    """Minimise |matrix @ c - wanted| over c >= 0.
 
     Args: matrix: [observations, coefficients], columns of similar size. Returns: [coefficients].
+    Source: the active set method of Lawson and Hanson, on the normal equations.
     """
     num_columns = matrix.shape[1]
     gram = matrix.T @ matrix + _RIDGE * len(matrix) * np.eye(num_columns)
     moments = matrix.T @ wanted
-    kept = list(range(num_columns))
-    solution = np.zeros(num_columns)
-    while kept:
-        part = np.linalg.solve(gram[np.ix_(kept, kept)], moments[kept])
-        lowest = int(part.argmin())
-        if part[lowest] >= 0:
-            solution[kept] = part
+    solution, free = np.zeros(num_columns), np.zeros(num_columns, dtype=bool)
+    for _ in range(3 * num_columns):
+        slope = np.where(free, -np.inf, moments - gram @ solution)
+        if slope.max() <= _RIDGE * len(matrix):
             break
-        del kept[lowest]
+        free[slope.argmax()] = True
+        solution = _within_bounds(gram, moments, solution, free)
     return solution
+
+
+def _within_bounds(gram: Array, moments: Array, solution: Array, free: npt.NDArray[np.bool_]) -> Array:
+    """The best solution with the free coefficients alone; those that would be negative are fixed at 0, in `free` too."""
+    while free.any():
+        best = np.zeros_like(solution)
+        best[free] = np.linalg.solve(gram[np.ix_(free, free)], moments[free])
+        negative = free & (best <= 0)
+        if not negative.any():
+            return best
+        # As far towards the best as the first coefficient that reaches 0 allows.
+        step = (solution[negative] / (solution[negative] - best[negative])).min()
+        solution = np.maximum(solution + step * (best - solution), 0.0)
+        free &= solution > 0
+    return np.zeros_like(solution)

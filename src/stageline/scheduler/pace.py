@@ -6,6 +6,8 @@ here falls back to counting.
 
 from __future__ import annotations
 
+from collections import deque
+
 from stageline.cost.stage_time import MicrobatchShape, StageTimeModel
 from stageline.cost.window import RingTime, best_window
 from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
@@ -13,6 +15,7 @@ from stageline.scheduler.budget import CHUNK_OVERHEAD_TOKENS, PrefillRoom
 
 _RECONSIDER_EVERY = 32
 _LEAST_UNKNOWN_TOKENS = 16
+_NUM_REMEMBERED_CHUNKS, _GROWTH = 16, 2
 _LEAST_OVERHEAD_TOKENS, _MOST_OVERHEAD_TOKENS = 16, 512
 
 
@@ -32,6 +35,7 @@ class Pace:
         self._ring = RingTime()
         self._num_results = 0
         self._mean_context_tokens = 0.0
+        self._prompt_tokens: deque[int] = deque(maxlen=_NUM_REMEMBERED_CHUNKS)
 
     def observe(self, microbatch: Microbatch, result: MicrobatchResult, ring_s: float) -> None:
         """Learn from a result. Args: ring_s: time from the microbatch's launch to its result."""
@@ -39,6 +43,8 @@ class Pace:
         self._model.observe(shape, result.slowest_s)
         self._ring.observe(ring_s, result.computing_s, result.slowest_s)
         self._num_results += 1
+        if shape.num_tokens > shape.num_decodes:
+            self._prompt_tokens.append(shape.num_tokens - shape.num_decodes)
 
     @property
     def is_due(self) -> bool:
@@ -74,7 +80,8 @@ class Pace:
         """Room for prompts in a microbatch that shall take no longer than `slowdown` times one with decodes alone.
 
         It holds for microbatches without a decode as well: decodes of others queue behind them. Until it is known what
-        a prompt's token costs, it is taken to cost as much as a decode.
+        a prompt's token costs, it is taken to cost as much as a decode; and no microbatch gets much more of prompts
+        than those that came back, so that a wrong prediction is found out before it hurts.
 
         Args:
             num_tokens: most tokens.
@@ -84,7 +91,9 @@ class Pace:
         rows = -(-num_decoding // self.window)
         costs = self._model.costs
         if costs is None or not self._model.knows_prompts:
-            return PrefillRoom(min(num_tokens, max(_LEAST_UNKNOWN_TOKENS, int((slowdown - 1) * rows))))
+            return PrefillRoom(int(min(num_tokens, max(_LEAST_UNKNOWN_TOKENS, (slowdown - 1) * rows))))
+        most = max(_LEAST_UNKNOWN_TOKENS, _GROWTH * max(self._prompt_tokens))
+        num_tokens = min(num_tokens, most)
         level = MicrobatchShape(rows, 0, rows, int(rows * self._mean_context_tokens))
         return PrefillRoom(num_tokens, slowdown * costs.predict_s(level) - costs.predict_s(placed), costs)
 

@@ -7,6 +7,7 @@ follow each other into the pipeline without waiting.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from stageline.errors import InternalError, RequestError
@@ -39,8 +40,7 @@ class SchedulerLimits:
         max_num_batched_tokens: tokens in one microbatch.
         max_model_len: tokens of one request.
         max_chunk_tokens: tokens of one prompt in one microbatch, or None for no bound of its own.
-        max_decode_slowdown: how many times longer than with decodes alone a microbatch may take because of a prompt, or
-            None for no bound.
+        max_decode_slowdown: how many times longer than with decodes alone a microbatch may take because of a prompt.
     """
 
     num_stages: int
@@ -50,7 +50,7 @@ class SchedulerLimits:
     max_model_len: int
     max_chunk_tokens: int | None = None
     widest_window: int | None = None
-    max_decode_slowdown: float | None = None
+    max_decode_slowdown: float = math.inf
 
 
 class Scheduler:
@@ -199,7 +199,7 @@ class Scheduler:
         )
         num_tokens = min(share, self.limits.max_num_batched_tokens - builder.num_tokens)
         num_decoding = len(self._running) - len(self._prefilling)
-        if num_decoding == 0 or self.limits.max_decode_slowdown is None:
+        if num_decoding == 0 or self.limits.max_decode_slowdown == math.inf:
             return PrefillRoom(num_tokens)
         num_prompts = min(len(self._prefilling) + len(self._waiting), self.limits.max_num_seqs - num_decoding)
         slowdown = decode_slowdown(self.limits.max_decode_slowdown, num_prompts, num_decoding)
