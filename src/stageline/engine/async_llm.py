@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Sequence
+from weakref import WeakValueDictionary
 
 from stageline.checkpoint import open_checkpoint
 from stageline.checkpoint.checkpoint import Checkpoint
@@ -44,7 +45,7 @@ _GOODBYE_S = 5.0
 
 
 class AsyncLLM:
-    """A model that runs on a pipeline of stages. Made by `start` or `attach`; belongs to the event loop it was made in."""
+    """A model on a pipeline of stages. Made by `start` or `attach`; belongs to the event loop it was made in."""
 
     def __init__(
         self,
@@ -65,7 +66,8 @@ class AsyncLLM:
         )
         self._outputs = OutputProcessor(tokenizer, self.clock)
         self._loop = asyncio.get_running_loop()
-        self._streams: dict[str, RequestStream] = {}
+        # A stream that nobody holds any more is garbage, and aborts its request.
+        self._streams: WeakValueDictionary[str, RequestStream] = WeakValueDictionary()
         self._id_prefix = f"c{link.client_index}"
         self._next_request = itertools.count()
         self._process = process
@@ -235,7 +237,8 @@ class AsyncLLM:
         self._outputs.add(engine_id, text, token_ids, params, requests, kind, label)
         stream = RequestStream(
             fetch=lambda: self._fetch(engine_id),
-            leave=lambda: self._abort_soon(engine_id),
+            leave=lambda: self._abort(engine_id),
+            drop=lambda: self._abort_soon(engine_id),
         )
         self._streams[engine_id] = stream
         try:
@@ -260,12 +263,14 @@ class AsyncLLM:
         changes = self._outputs.take(updates)
         self._client.abort(changes.finished_early, "stop")
         for engine_id in changes.request_ids:
-            self._streams[engine_id].notify()
+            stream = self._streams.get(engine_id)
+            if stream is not None:
+                stream.notify()
 
     def _fetch(self, engine_id: str) -> RequestOutput:
         output = self._outputs.output(engine_id)
         if output.is_finished:
-            del self._streams[engine_id]
+            self._streams.pop(engine_id, None)
         return output
 
     def _abort_soon(self, engine_id: str) -> None:
@@ -281,11 +286,11 @@ class AsyncLLM:
         return self._outputs.abort(engine_id)
 
     def _fail_all(self, error: StagelineError) -> None:
-        streams = list(self._streams.values())
-        for engine_id in list(self._streams):
-            self._forget(engine_id)
-        for stream in streams:
-            stream.fail(error)
+        for engine_id, stream in list(self._streams.items()):
+            # An answer that is whole can still be read.
+            if not self._outputs.is_finished(engine_id):
+                self._forget(engine_id)
+                stream.fail(error)
 
     # ---- what users look at ----
 

@@ -114,6 +114,11 @@ class OutputProcessor:
                     finished_early.append(update.request_id)
         return Changes([id_ for id_, request in changed.items() if request.has_something_to_tell], finished_early)
 
+    def is_finished(self, request_id: str) -> bool:
+        """Whether it is finished, though perhaps not all told."""
+        request = self._requests.get(request_id)
+        return request is not None and request.is_finished
+
     def output(self, request_id: str) -> RequestOutput:
         """What a request, one that was not aborted, has to tell now. It is forgotten if it is finished."""
         request = self._requests[request_id]
@@ -243,7 +248,8 @@ class _Completion:
 
     def _is_left_out(self, update: RequestUpdate) -> bool:
         """The update's last token stopped the completion and is not part of its text."""
-        return update.finish_reason == "stop" and bool(update.token_ids) and not self._is_stop_included
+        ends_with_stop = update.finish_reason == "stop" and bool(update.token_ids) and not update.is_last_token_text
+        return ends_with_stop and not self._is_stop_included
 
     def _add_token(self, token_id: int, time_s: float, described: TokenLogprobs | None) -> None:
         self._num_tokens += 1

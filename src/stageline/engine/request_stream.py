@@ -19,12 +19,16 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     Args:
         fetch: gives all that is new.
-        leave: aborts the request; called once, unless it has finished. From any thread, if the stream is dropped.
+        leave: aborts the request; called at most once, and not after its end.
+        drop: the same, but called from any thread, by the garbage collector.
     """
 
-    def __init__(self, fetch: Callable[[], RequestOutput], leave: Callable[[], None]) -> None:
+    def __init__(
+        self, fetch: Callable[[], RequestOutput], leave: Callable[[], None], drop: Callable[[], None]
+    ) -> None:
         self._fetch = fetch
         self._leave = leave
+        self._drop = drop
         self._has_news = False
         self._is_over = False
         self._error: StagelineError | None = None
@@ -79,4 +83,4 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     def __del__(self) -> None:
         if not self._is_over:
-            self._leave()
+            self._drop()
