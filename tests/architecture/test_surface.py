@@ -68,6 +68,22 @@ def test_public_names_are_the_frozen_list() -> None:
         assert getattr(stageline, name) is not None
 
 
+WITHOUT_ENGINE_FLAGS = {
+    "bench serve": _words("""
+        --api-key --base-url --burstiness --ca-file --dataset-name --dataset-path --endpoint --goodput --ignore-eos
+        --input-len --json --max-concurrency --model --no-ignore-eos --num-prefixes --num-prompts --num-warmup --output
+        --output-len --plot --prefix-len --range-ratio --rates --request-rate --seed --temperature --time-scale
+        --timeout-s
+    """),
+}
+
+
+@pytest.mark.parametrize("command", WITHOUT_ENGINE_FLAGS)
+def test_flags_of_commands_that_start_no_engine_are_the_frozen_list(command: str) -> None:
+    spellings = {spelling for action in _parser(command)._actions for spelling in action.option_strings}
+    assert sorted(spellings - {"-h", "--help"}) == WITHOUT_ENGINE_FLAGS[command]
+
+
 @pytest.mark.parametrize("command", OWN_FLAGS)
 def test_flags_are_the_frozen_list(command: str) -> None:
     spellings = {spelling for action in _parser(command)._actions for spelling in action.option_strings}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from tqdm import tqdm
 
+from stageline.cli import bench_serve
 from stageline.cli.bench_report import BenchReport, format_bench_report
 from stageline.cli.opening import OpenLLM, SubParsers, add_command, check_can_write, open_llm, read_prompts, written
 from stageline.cli.sampling_flags import add_sampling_flags, check_sampling_flags, sampling_params_from_args
@@ -47,7 +48,9 @@ _LATENCY_EXAMPLE = """example:
 
 
 def add_parser(commands: SubParsers) -> None:
-    bench = commands.add_parser("bench", help="measure throughput or latency", description="Measure a pipeline.")
+    bench = commands.add_parser(
+        "bench", help="measure throughput, latency or a server", description="Measure a pipeline, or a server."
+    )
     modes = bench.add_subparsers(title="what to measure", metavar="MODE", required=True)
 
     summary = "finish many prompts as fast as possible"
@@ -70,6 +73,8 @@ def add_parser(commands: SubParsers) -> None:
     _add_count(latency, "--num-warmup", 2, "batches to warm up with")
     _add_common_flags(latency)
     latency.set_defaults(run=run_latency, prompt_file=None)
+
+    bench_serve.add_parser(modes)
 
 
 def _add_count(parser: argparse.ArgumentParser, flag: str, default: int, text: str, metavar: str = "N") -> None:

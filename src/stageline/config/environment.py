@@ -39,6 +39,11 @@ def api_keys(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     return tuple(key.strip() for key in environ.get("STAGELINE_API_KEY", "").split(",") if key.strip())
 
 
+def client_api_key(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The first of STAGELINE_API_KEY, or OPENAI_API_KEY: what this process sends to a server as its client."""
+    return next(iter(api_keys(environ)), None) or environ.get("OPENAI_API_KEY") or None
+
+
 def notify_socket(environ: Mapping[str, str] = os.environ) -> str | None:
     """NOTIFY_SOCKET: where systemd, if it started this process, hears that a service is ready or stopping."""
     return environ.get("NOTIFY_SOCKET") or None
