@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,6 +35,7 @@ def make_engine(
     max_model_len=2000,
     max_chunk_tokens=None,
     prefix_caching=True,
+    max_decode_slowdown=math.inf,
 ) -> SimulatedEngine:
     kv = KVCacheManager(num_blocks, BLOCK_SIZE, prefix_caching)
     limits = SchedulerLimits(
@@ -42,6 +45,7 @@ def make_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         max_chunk_tokens=max_chunk_tokens,
+        max_decode_slowdown=max_decode_slowdown,
     )
     stages = SimulatedStages(
         MicrobatchLimits(num_blocks, BLOCK_SIZE, VOCAB_SIZE, max_num_seqs, max_num_batched_tokens, max_model_len)
@@ -54,7 +58,7 @@ def make_engine(
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_every_request_ends_with_its_own_tokens_and_every_block_comes_back(data):
-    """Random requests, arrivals, aborts, memory, window, chunks: outputs are those of each request on its own."""
+    """Random requests, priorities, aborts, memory, window, chunks: outputs are those of each request on its own."""
     num_blocks = data.draw(st.integers(4, 40), "blocks")
     engine = make_engine(
         num_stages=data.draw(st.integers(1, 5), "stages"),
@@ -64,6 +68,7 @@ def test_every_request_ends_with_its_own_tokens_and_every_block_comes_back(data)
         max_num_batched_tokens=data.draw(st.sampled_from([1, 3, 16, 64]), "max_num_batched_tokens"),
         max_chunk_tokens=data.draw(st.sampled_from([None, 1, 3, 7]), "chunk"),
         prefix_caching=data.draw(st.booleans(), "prefix caching"),
+        max_decode_slowdown=data.draw(st.sampled_from([math.inf, 1.5]), "max_decode_slowdown"),
     )
     longest = num_blocks * BLOCK_SIZE
     asked, aborted = {}, set()
@@ -71,7 +76,11 @@ def test_every_request_ends_with_its_own_tokens_and_every_block_comes_back(data)
         shared = [7] * data.draw(st.integers(0, longest // 2))
         prompt = [*shared, data.draw(st.integers(0, 3))]
         max_tokens = data.draw(st.integers(1, longest - len(prompt)))
-        request = engine_request(str(index), prompt, max_tokens, eos=(VOCAB_SIZE - 1,))
+        request = msgspec.structs.replace(
+            engine_request(str(index), prompt, max_tokens, eos=(VOCAB_SIZE - 1,)),
+            priority=data.draw(st.integers(-1, 1), "priority"),
+            cache_salt=data.draw(st.sampled_from(["", "salt"]), "salt"),
+        )
         engine.add(request)
         asked[str(index)] = request
         for _ in range(data.draw(st.integers(0, 4))):

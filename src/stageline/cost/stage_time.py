@@ -20,6 +20,9 @@ _NUM_REMEMBERED_PER_KIND = 32
 _REFIT_EVERY = 16
 _FEW_OBSERVATIONS = 4
 _ENOUGH_PROMPT_TOKENS = 64
+_ATTENTION = 2
+_TELLING_RANGE = 4.0
+"""By how much the attention per token must vary among prompts before their times tell what attention costs."""
 _RIDGE = 1e-6
 
 Array = npt.NDArray[np.float64]
@@ -107,6 +110,7 @@ class StageTimeModel:
         self._num_prompts = 0
         self._num_prompt_tokens = 0
         self._num_since_fit = 0
+        self._least_attention, self._most_attention = math.inf, 0.0
 
     @property
     def knows_prompts(self) -> bool:
@@ -124,6 +128,10 @@ class StageTimeModel:
         self._num_observed += 1
         self._num_prompts += num_prompt_tokens > 0
         self._num_prompt_tokens += num_prompt_tokens
+        if num_prompt_tokens > 0:
+            attention = shape.prefill_attention / num_prompt_tokens
+            self._least_attention = min(self._least_attention, attention)
+            self._most_attention = max(self._most_attention, attention)
         self._num_since_fit += 1
         # The first prompts teach much, and the next microbatch needs it.
         is_news = num_prompt_tokens > 0 and self._num_prompts <= _REFIT_EVERY
@@ -135,7 +143,10 @@ class StageTimeModel:
     def _fit(self) -> None:
         rows = np.array([row for kind in self._rows.values() for row in kind])
         scale = np.sqrt((rows**2).mean(axis=0))
-        used = np.flatnonzero(scale > 0)
+        is_used = scale > 0
+        # Of prompts that are alike the attention could explain all: small chunks would be taken for free.
+        is_used[_ATTENTION] &= self._most_attention >= _TELLING_RANGE * self._least_attention
+        used = np.flatnonzero(is_used)
         solution = np.zeros(rows.shape[1])
         solution[used] = _least_squares_at_least_0(rows[:, used] / scale[used], np.ones(len(rows))) / scale[used]
         self.costs = StageTimeCosts(*(float(value) for value in solution))
@@ -161,7 +172,7 @@ def _least_squares_at_least_0(matrix: Array, wanted: Array) -> Array:
 
 
 def _within_bounds(gram: Array, moments: Array, solution: Array, free: npt.NDArray[np.bool_]) -> Array:
-    """The best solution with the free coefficients alone; those that would be negative are fixed at 0, in `free` too."""
+    """The best solution with the free coefficients alone; one that would be negative becomes 0 and not `free`."""
     while free.any():
         best = np.zeros_like(solution)
         best[free] = np.linalg.solve(gram[np.ix_(free, free)], moments[free])

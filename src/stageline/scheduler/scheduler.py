@@ -69,6 +69,7 @@ class Scheduler:
         self._running: dict[ScheduledRequest, None] = {}
         self._ready: dict[ScheduledRequest, None] = {}
         self._prefilling: dict[ScheduledRequest, None] = {}
+        self._ending: dict[ScheduledRequest, None] = {}
         self._is_turn_of_shortest = False
         self._num_preemptions = 0
         self._num_prefix_queries_tokens = 0
@@ -182,7 +183,7 @@ class Scheduler:
         return microbatch
 
     def _schedule_decodes(self, builder: MicrobatchBuilder) -> None:
-        num_decoding = len(self._running) - len(self._prefilling)
+        num_decoding = self._num_decoding
         share, taken = num_decoding / self._pace.window, 0.0
         while self._ready and taken < share and builder.num_tokens < self.limits.max_num_batched_tokens:
             request = next(iter(self._ready))
@@ -193,12 +194,17 @@ class Scheduler:
                 break
             self._preempt(request)
 
+    @property
+    def _num_decoding(self) -> int:
+        """Running requests that will be scheduled for one token at a time, now or when theirs is back."""
+        return len(self._running) - len(self._prefilling) - len(self._ending)
+
     def _prefill_room(self, builder: MicrobatchBuilder) -> PrefillRoom:
         share = prefill_tokens_per_microbatch(
             self.num_waiting_tokens, self.limits.num_stages, self._pace.chunk_overhead_tokens
         )
         num_tokens = min(share, self.limits.max_num_batched_tokens - builder.num_tokens)
-        num_decoding = len(self._running) - len(self._prefilling)
+        num_decoding = self._num_decoding
         if num_decoding == 0 or self.limits.max_decode_slowdown == math.inf:
             return PrefillRoom(num_tokens)
         num_prompts = min(len(self._prefilling) + len(self._waiting), self.limits.max_num_seqs - num_decoding)
@@ -328,8 +334,12 @@ class Scheduler:
         self._sort_in(request)
 
     def _sort_in(self, request: ScheduledRequest) -> None:
-        """Keep the two queues of running requests true to the request's gap."""
-        for queue, belongs in ((self._ready, request.gap == 1), (self._prefilling, request.gap > 1)):
+        """Keep the queues of running requests true to the request's gap."""
+        for queue, belongs in (
+            (self._ready, request.gap == 1),
+            (self._prefilling, request.gap > 1),
+            (self._ending, request.gap == 0 and request.num_output_tokens + 1 >= request.asked.max_tokens),
+        ):
             if belongs:
                 queue[request] = None
             else:
@@ -366,6 +376,7 @@ class Scheduler:
         del self._running[request]
         self._ready.pop(request, None)
         self._prefilling.pop(request, None)
+        self._ending.pop(request, None)
         self._removed.append(request.request_number)
 
     def _retire(self, request: ScheduledRequest) -> None:
