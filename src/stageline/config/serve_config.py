@@ -41,7 +41,7 @@ class ServeConfig:
 
     api_key: tuple[str, ...] = setting(
         (), "key that clients must send as a bearer token; may be repeated, or a list with commas. The variable "
-        "STAGELINE_API_KEY does the same, and is not shown by ps", group="access", metavar="KEY",
+        "STAGELINE_API_KEY does the same, and is not shown by ps", group="access", metavar="KEY", is_secret=True,
     )
     api_key_file: str | None = setting(
         None, "file with one more key per line; lines that begin with # are comments", group="access", metavar="FILE"

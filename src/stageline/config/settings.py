@@ -18,15 +18,17 @@ def setting(
     choices: tuple[str, ...] = (),
     group: str,
     metavar: str = "",
+    is_secret: bool = False,
 ) -> Any:
     """A config field that is also a flag.
 
     Args:
         flags: spellings other than `--field-name`, which every setting has.
         group: heading under which `--help` lists it.
+        is_secret: not shown where the configuration is.
     """
     metadata = {"help": help, "flags": flags, "choices": choices, "group": group, "metavar": metavar}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, repr=not is_secret)
 
 
 def flag_of(name: str) -> str:

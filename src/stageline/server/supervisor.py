@@ -36,11 +36,14 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
-_LAST_ANSWERS_S = 3.0
+_LAST_ANSWERS_S = 6.0
 """How long open requests have to be answered with an error when something broke."""
 
 _GOODBYE_S = 2.0
-"""How long a child that was told to leave may take."""
+"""How long an API process that was told to leave may take."""
+
+_ENGINE_GOODBYE_S = 5.0
+"""The engine gives its own stages a while before it ends them."""
 
 
 class _Phase(enum.Enum):
@@ -81,7 +84,7 @@ class Supervisor:
         self._error: StagelineError | None = None
         self._last_words: dict[int, StagelineError] = {}
         self._engine_last_words: StagelineError | None = None
-        self._is_engine_alive = True
+        self._has_engine = False
         self._apis: dict[int, ChildProcess] = {}
         self._num_ready = 0
         self._num_cut_off = 0
@@ -101,6 +104,7 @@ class Supervisor:
         config = self._serve_config
         self._progress = LoadProgress(self._engine_config.pipeline_parallel_size)
         self._engine = EngineProcess(self._engine_config, self._engine_config.model, config.api_server_count)
+        self._has_engine = True
         try:
             loop.add_reader(self._engine.exit_fd, self._on_engine)
             for index in range(config.api_server_count):
@@ -169,9 +173,9 @@ class Supervisor:
                 self._engine_last_words = message.error.as_error()
 
     def _on_engine_end(self) -> None:
-        self._is_engine_alive = False
-        self._loop.remove_reader(self._engine.exit_fd)
-        self._break(self._engine_last_words or EngineLost(f"the engine was lost: {self._engine.describe_exit()}"))
+        how = self._engine.describe_exit()
+        self._end_engine()
+        self._break(self._engine_last_words or EngineLost(f"the engine was lost: {how}"))
 
     def _on_api(self, index: int) -> None:
         bodies = self._apis[index].read_messages()
@@ -227,11 +231,8 @@ class Supervisor:
         if not self._apis:
             self._finish()
         self._drain_apis(_LAST_ANSWERS_S)
-        if self._is_engine_alive:
-            # Its clients notice, and answer what is open with an error.
-            self._loop.remove_reader(self._engine.exit_fd)
-            self._engine.end(_GOODBYE_S)
-            self._is_engine_alive = False
+        # Its clients notice, and answer what is open with an error.
+        self._end_engine()
 
     def _drain_apis(self, patience_s: float) -> None:
         order = msgspec.msgpack.encode(DrainApi(patience_s))
@@ -250,13 +251,19 @@ class Supervisor:
         for child in self._apis.values():
             self._loop.remove_reader(child.exit_fd)
             child.let_go()
-        self._loop.remove_reader(self._engine.exit_fd)
         wait_for_ends(list(self._apis.values()), _GOODBYE_S)
         for child in self._apis.values():
             child.kill()
             child.reap()
         self._apis.clear()
-        self._engine.end(_GOODBYE_S)
+        self._end_engine()
+
+    def _end_engine(self) -> None:
+        """May be interrupted and called again."""
+        if self._has_engine:
+            self._loop.remove_reader(self._engine.exit_fd)
+            self._engine.end(_ENGINE_GOODBYE_S)
+            self._has_engine = False
 
     def _say_goodbye(self) -> None:
         if self._error is None:

@@ -1,0 +1,182 @@
+"""`stageline serve` as a user runs it: a process with a private home for sockets, its log read as it comes.
+
+One idea: wait for what happens (a line of the log, the end of a process, a refused connection), with a deadline.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.pipeline.failing import is_alive, wait_for_end
+
+DEADLINE_S = 120.0
+
+SMALL = ["--dtype", "float32", "--device", "cpu", "--kv-cache-memory", "8MiB", "--no-bind-cores", "--port", "0"]
+"""For a small model that starts quickly, on any port that is free."""
+
+_KINDS = {"stageline.engine.process": "engine", "stageline.server.api_process": "api", "stageline.worker": "stage"}
+
+
+class Served:
+    """A server that was started. `lines` is its log so far."""
+
+    def __init__(self, model: str, *flags: str, home: Path, environ: dict[str, str] | None = None) -> None:
+        self.home = home
+        self.model = model
+        self.lines: list[str] = []
+        self._has_news = threading.Condition()
+        self._has_ended = False
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "stageline", "serve", model, *SMALL, *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "TMPDIR": str(home), "STAGELINE_LOG_LEVEL": "INFO", **(environ or {})},
+            # A test run in the background of a shell ignores SIGINT, and so would the server; a user's does not.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.pids: dict[str, list[int]] = {}
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._has_news:
+                self.lines.append(line.rstrip("\n"))
+                self._has_news.notify_all()
+        with self._has_news:
+            self._has_ended = True
+            self._has_news.notify_all()
+
+    @property
+    def log(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_for_line(self, pattern: str) -> re.Match[str]:
+        """Wait for a line of the log in which the pattern is found."""
+        seen = 0
+        with self._has_news:
+            while True:
+                for line in self.lines[seen:]:
+                    if found := re.search(pattern, line):
+                        return found
+                seen = len(self.lines)
+                assert not self._has_ended, f"ended without saying {pattern!r}:\n{self.log}"
+                assert self._has_news.wait(DEADLINE_S), f"did not say {pattern!r}:\n{self.log}"
+
+    def wait_until_listening(self) -> None:
+        self.port = int(self.wait_for_line(r"listening on https?://127\.0\.0\.1:(\d+)")[1])
+
+    def wait_until_ready(self) -> None:
+        """Then the processes are known, by kind: engine, api, stage."""
+        self.wait_until_listening()
+        self.wait_for_line(r"ready after .* seconds")
+        self.note_processes()
+
+    def note_processes(self) -> None:
+        self.pids = {kind: [] for kind in _KINDS.values()}
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                for module, kind in _KINDS.items():
+                    with suppress(psutil.NoSuchProcess):
+                        if module in child.cmdline():
+                            self.pids[kind].append(child.pid)
+
+    def finish(self) -> int:
+        """Wait for its end. Returns: the exit status."""
+        status = self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        return status
+
+    def leftovers(self) -> list[str]:
+        """What is still there once all had time to leave."""
+        alive = [f"{kind} {pid}" for kind, pids in self.pids.items() for pid in pids if not wait_for_end(pid)]
+        folders = [str(path) for path in self.home.glob("stageline-*")]
+        port = [] if self.is_refusing() else [f"port {self.port}"]
+        return alive + folders + port
+
+    def is_refusing(self) -> bool:
+        """Whether nothing listens on its port."""
+        with socket.socket() as client:
+            client.settimeout(DEADLINE_S)
+            return client.connect_ex(("127.0.0.1", self.port)) != 0
+
+    def wait_until_refusing(self) -> None:
+        wait_until(self.is_refusing)
+
+    def connect(self, tls: ssl.SSLContext | None = None) -> http.client.HTTPConnection:
+        if tls is not None:
+            return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=DEADLINE_S, context=tls)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE_S)
+
+    def get(self, path: str, tls: ssl.SSLContext | None = None, **headers: str) -> tuple[int, Any]:
+        """Returns: status and JSON body, None if it is not JSON."""
+        connection = self.connect(tls)
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        body = answer.read()
+        connection.close()
+        return answer.status, json.loads(body) if body.startswith(b"{") else None
+
+    def stream(self, max_tokens: int) -> http.client.HTTPResponse:
+        """A streamed completion that has begun: its first event was read."""
+        body = {"model": self.model, "prompt": [1, 2, 3], "max_tokens": max_tokens, "stream": True, "ignore_eos": True,
+                "temperature": 0, "return_token_ids": True}  # fmt: skip
+        connection = self.connect()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200, answer.read()
+        assert answer.readline().startswith(b"data: ")
+        return answer
+
+    def destroy(self) -> None:
+        if not self.pids:
+            self.note_processes()
+        for pid in [self.process.pid, *(pid for pids in self.pids.values() for pid in pids)]:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join()
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    """For what cannot be waited for by an event: asks again and again, letting others run."""
+    deadline = threading.Event()
+    timer = threading.Timer(DEADLINE_S, deadline.set)
+    timer.start()
+    try:
+        while not is_true():
+            assert not deadline.is_set(), f"{is_true} did not become true"
+            os.sched_yield()
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def serving(model: str, *flags: str, environ: dict[str, str] | None = None) -> Iterator[Served]:
+    """A server in a home of its own; destroyed afterwards if it is still there."""
+    with tempfile.TemporaryDirectory(prefix="home-") as home:
+        server = Served(model, *flags, home=Path(home), environ=environ)
+        try:
+            yield server
+        finally:
+            server.destroy()
