@@ -6,20 +6,10 @@ import math
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
 from stageline.engine.stats import StatsCollector
 from stageline.server.exposition import engine_families
-from tests.unit.test_engine_stats import MAX_MODEL_LEN, microbatch, request, snapshot, update
-
-
-class _Families:
-    def __init__(self, families) -> None:
-        self._families = families
-
-    def collect(self):
-        return self._families
+from tests.unit.stats_examples import MAX_MODEL_LEN, microbatch, read_back, request, snapshot, update
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +21,8 @@ def page() -> dict:
         collector.updated([update(f"{index}", 3.0), update(f"{index}", 3.2 + index, finish_reason="length")])
     collector.launched(microbatch(1, 1))
     collector.completed(microbatch(1, 1), ring_s=0.01, computing_s=0.005)
-    registry = CollectorRegistry(auto_describe=False)
     stats = snapshot(collector, (microbatch(1, 1), microbatch(9)))
-    registry.register(_Families(engine_families(stats, 'a "model"\nof mine')))
-    text = generate_latest(registry).decode()
-    return {family.name: family for family in text_string_to_metric_families(text)}
+    return read_back(engine_families(stats, 'a "model"\nof mine'))
 
 
 def value(page: dict, family: str, sample: str, **labels: str) -> float:

@@ -72,10 +72,12 @@ def routes(state: ServerState, counters: HttpCounters) -> list[Route]:
 
 async def show_metrics(state: ServerState, http: Request, counters: HttpCounters) -> Response:
     stats = await _stats(state)
-    families = [] if stats is None else engine_families(stats, state.model_names[0])
+    name = state.model_names[0]
+    families = [] if stats is None else engine_families(stats, name)
+    families += [*ready_families(name, stats is not None), *_process_families(), *counters.families()]
     encode, content_type = choose_encoder(http.headers.get("accept", ""))
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families([*families, *_own_families(state, stats), *counters.families()]))
+    registry.register(_Families(families))
     return Response(encode(registry), headers={"Content-Type": content_type})
 
 
@@ -112,12 +114,16 @@ async def _stats(state: ServerState) -> EngineStats | None:
     return None
 
 
-def _own_families(state: ServerState, stats: EngineStats | None) -> list[Metric]:
-    """What is true of this process; its CPU time and memory are the `process_*` that Prometheus knows."""
-    page = Exposition({"model_name": state.model_names[0]})
-    page.gauge("stageline:ready", "Whether the engine answers.", 0 if stats is None else 1)
-    process = ProcessCollector(registry=CollectorRegistry())
-    return [*page.families, *process.collect()]
+def ready_families(model_name: str, is_ready: bool) -> list[Metric]:
+    """What there is to tell also while the engine tells nothing."""
+    page = Exposition({"model_name": model_name})
+    page.gauge("stageline:ready", "Whether the engine answers.", 1 if is_ready else 0)
+    return page.families
+
+
+def _process_families() -> list[Metric]:
+    """CPU time and memory of this process, under the names that Prometheus knows."""
+    return list(ProcessCollector(registry=CollectorRegistry()).collect())
 
 
 class _Families:
