@@ -37,6 +37,13 @@ SAMPLING_FLAGS = _words("""
 OWN_FLAGS = {
     "generate": [*SAMPLING_FLAGS, "--chat", "--json", "--prompt", "--prompt-file"],
     "chat": sorted({*SAMPLING_FLAGS, "--system"} - {"--n", "--logprobs", "--prompt-logprobs"}),
+    "serve": _words("""
+        --allowed-origins --api-key --api-key-file --api-server-count --disable-log-requests --drain-timeout-s
+        --enable-request-id-headers --host --insecure --keep-alive-timeout-s --max-body-bytes --max-connections
+        --max-header-bytes --no-disable-log-requests --no-enable-request-id-headers --no-insecure --no-warmup --port
+        --read-timeout-s --reasoning-parser --request-timeout-s --root-path --served-model-name --ssl-certfile
+        --ssl-keyfile --tool-call-parser --warmup --write-timeout-s
+    """),
     "bench throughput": sorted(
         {*SAMPLING_FLAGS, "--input-len", "--num-prompts", "--num-warmup", "--output", "--output-len", "--prompt-file",
          "--timeline"} - {"--n", "--max-tokens", "--min-tokens"}

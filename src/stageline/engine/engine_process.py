@@ -25,10 +25,11 @@ class EngineProcess:
     Args:
         model_path: of the checkpoint (`open_checkpoint(config.model).path`).
         num_clients: processes that will attach to it, one `EngineLink` each.
+        warms_up: it is ready only after requests of several sizes.
     Raises: ConfigError if there is no place for its sockets.
     """
 
-    def __init__(self, config: EngineConfig, model_path: str, num_clients: int) -> None:
+    def __init__(self, config: EngineConfig, model_path: str, num_clients: int, warms_up: bool = False) -> None:
         folder = make_ipc_folder(f"client{num_clients}")
         body = EngineProcessConfig(
             engine=config,
@@ -36,6 +37,7 @@ class EngineProcess:
             log_level=environment.log_level(),
             folder=folder,
             num_clients=num_clients,
+            warms_up=warms_up,
         )
         try:
             self._child = ChildProcess("stageline.engine.process", msgspec.msgpack.encode(body))

@@ -34,6 +34,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         model_path: of the checkpoint, which its owner has opened already.
         folder: where the sockets are; to be removed if the owner cannot.
+        warms_up: whether requests of several sizes go through the stages before it is ready.
     """
 
     engine: EngineConfig
@@ -41,6 +42,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str
     folder: str
     num_clients: int
+    warms_up: bool = False
 
 
 class EngineLink(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,6 @@ import zmq
 from stageline.checkpoint import open_checkpoint
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.clock import Clock, MonotonicClock
-from stageline.engine.core import EngineCore
 from stageline.engine.engine_loop import EngineLoop
 from stageline.engine.messages import (
     Drained,
@@ -36,13 +35,12 @@ from stageline.engine.messages import (
 from stageline.engine.responder import Responder
 from stageline.engine.startup import Pipeline, start_pipeline
 from stageline.engine.stats import EngineFacts, StageFacts
+from stageline.engine.warm_up import PROOF, USUAL_SIZES, warm_up
 from stageline.errors import InternalError, StagelineError
 from stageline.links.child_process import read_message, write_message
 from stageline.links.frames import encode_message
 from stageline.links.sockets import Links
 from stageline.log import open_standard_streams, set_up_logging
-from stageline.request import EngineRequest
-from stageline.sampling import SamplerSpec
 
 _LAST_WORDS_S = 2.0
 
@@ -98,7 +96,7 @@ class _Engine:
         try:
             core.wake_on(incoming)
             responder.watch(core)
-            warm_up(core, pipeline.max_model_len, self._clock)
+            self._warm_up(pipeline, checkpoint.spec.vocab_size)
             # What loading left behind is for ever: the collector need not look at it again and again.
             gc.collect()
             gc.freeze()
@@ -106,6 +104,11 @@ class _Engine:
             self._serve(pipeline, checkpoint, incoming)
         finally:
             core.close()
+
+    def _warm_up(self, pipeline: Pipeline, vocab_size: int) -> None:
+        rounds = (*PROOF, *(USUAL_SIZES if self._config.warms_up else ()))
+        most = min(pipeline.max_model_len, pipeline.kv_plan.num_tokens)
+        warm_up(pipeline.core, rounds, most, vocab_size, self._clock)
 
     def _serve(self, pipeline: Pipeline, checkpoint: Checkpoint, incoming: zmq.Socket[bytes]) -> None:
         loop = EngineLoop(
@@ -132,24 +135,6 @@ class _Engine:
 
     def _tell_owner(self, message: ToOwner) -> None:
         write_message(self._owner_fd, encode_message(message))
-
-
-def warm_up(core: EngineCore, max_model_len: int, clock: Clock) -> None:
-    """Let a prompt and, if there is room, a decode go through all stages. Raises: WorkerLost."""
-    core.add(
-        EngineRequest(
-            request_id="warm-up",
-            prompt_token_ids=[0],
-            sampler=SamplerSpec(seed=0),
-            max_tokens=min(2, max_model_len - 1),
-            eos_token_ids=(),
-            stop_token_ids=(),
-            arrival_s=clock.now_s(),
-        )
-    )
-    while core.has_work:
-        core.step()
-    core.forget_stats()
 
 
 def _facts(pipeline: Pipeline, config: EngineProcessConfig) -> EngineFacts:

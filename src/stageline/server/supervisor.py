@@ -85,6 +85,7 @@ class Supervisor:
         self._last_words: dict[int, StagelineError] = {}
         self._engine_last_words: StagelineError | None = None
         self._has_engine = False
+        self._is_engine_ready = False
         self._apis: dict[int, ChildProcess] = {}
         self._num_ready = 0
         self._num_cut_off = 0
@@ -103,7 +104,9 @@ class Supervisor:
             loop.add_signal_handler(number, self._on_signal, number)
         config = self._serve_config
         self._progress = LoadProgress(self._engine_config.pipeline_parallel_size)
-        self._engine = EngineProcess(self._engine_config, self._engine_config.model, config.api_server_count)
+        self._engine = EngineProcess(
+            self._engine_config, self._engine_config.model, config.api_server_count, warms_up=config.warmup
+        )
         self._has_engine = True
         try:
             loop.add_reader(self._engine.exit_fd, self._on_engine)
@@ -168,6 +171,7 @@ class Supervisor:
             case Loaded():
                 self._progress(message.stage_index, message.num_bytes_read, message.num_bytes_total)
             case EngineReady():
+                self._is_engine_ready = True
                 self._progress.close()
             case EngineFailed():
                 self._engine_last_words = message.error.as_error()
@@ -262,7 +266,8 @@ class Supervisor:
         """May be interrupted and called again."""
         if self._has_engine:
             self._loop.remove_reader(self._engine.exit_fd)
-            self._engine.end(_ENGINE_GOODBYE_S)
+            # While it loads it does not listen; its stages leave with it.
+            self._engine.end(_ENGINE_GOODBYE_S if self._is_engine_ready else 0.0)
             self._has_engine = False
 
     def _say_goodbye(self) -> None:
