@@ -24,6 +24,7 @@ from stageline.scheduler.budget import (
 from stageline.scheduler.microbatch_builder import MicrobatchBuilder
 from stageline.scheduler.news import News
 from stageline.scheduler.pace import Pace
+from stageline.scheduler.running_requests import RunningRequests
 from stageline.scheduler.scheduled_request import Rank, ScheduledRequest
 from stageline.scheduler.waiting_queue import WaitingQueue
 
@@ -66,10 +67,7 @@ class Scheduler:
         self._by_id: dict[str, ScheduledRequest] = {}
         self._by_number: dict[int, ScheduledRequest] = {}
         self._waiting = WaitingQueue()
-        self._running: dict[ScheduledRequest, None] = {}
-        self._ready: dict[ScheduledRequest, None] = {}
-        self._prefilling: dict[ScheduledRequest, None] = {}
-        self._ending: dict[ScheduledRequest, None] = {}
+        self._running = RunningRequests()
         self._is_turn_of_shortest = False
         self._num_preemptions = 0
         self._num_prefix_queries_tokens = 0
@@ -100,7 +98,7 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Known tokens that no microbatch covers yet, of prompts that wait or are partly computed."""
-        return self._waiting.num_tokens + sum(request.gap for request in self._prefilling)
+        return self._waiting.num_tokens + sum(request.gap for request in self._running.prefilling)
 
     @property
     def num_preemptions(self) -> int:
@@ -172,7 +170,7 @@ class Scheduler:
         """The next microbatch, or None if nothing can be scheduled now. The caller launches it at once."""
         builder = MicrobatchBuilder()
         self._schedule_decodes(builder)
-        if self._prefilling or self._waiting:
+        if self._running.prefilling or (self._waiting and len(self._running) < self.limits.max_num_seqs):
             self._schedule_prompts(builder, now_s)
         if not builder.requests:
             return None
@@ -183,10 +181,10 @@ class Scheduler:
         return microbatch
 
     def _schedule_decodes(self, builder: MicrobatchBuilder) -> None:
-        num_decoding = self._num_decoding
+        num_decoding = self._running.num_decoding
         share, taken = num_decoding / self._pace.window, 0.0
-        while self._ready and taken < share and builder.num_tokens < self.limits.max_num_batched_tokens:
-            request = next(iter(self._ready))
+        while self._running.ready and taken < share and builder.num_tokens < self.limits.max_num_batched_tokens:
+            request = next(iter(self._running.ready))
             if self._place(builder, request, 1):
                 taken += self._pace.decode_weight(request.num_computed_tokens)
                 continue
@@ -194,20 +192,15 @@ class Scheduler:
                 break
             self._preempt(request)
 
-    @property
-    def _num_decoding(self) -> int:
-        """Running requests that will be scheduled for one token at a time, now or when theirs is back."""
-        return len(self._running) - len(self._prefilling) - len(self._ending)
-
     def _prefill_room(self, builder: MicrobatchBuilder) -> PrefillRoom:
         share = prefill_tokens_per_microbatch(
             self.num_waiting_tokens, self.limits.num_stages, self._pace.chunk_overhead_tokens
         )
         num_tokens = min(share, self.limits.max_num_batched_tokens - builder.num_tokens)
-        num_decoding = self._num_decoding
+        num_decoding = self._running.num_decoding
         if num_decoding == 0 or self.limits.max_decode_slowdown == math.inf:
             return PrefillRoom(num_tokens)
-        num_prompts = min(len(self._prefilling) + len(self._waiting), self.limits.max_num_seqs - num_decoding)
+        num_prompts = min(len(self._running.prefilling) + len(self._waiting), self.limits.max_num_seqs - num_decoding)
         slowdown = decode_slowdown(self.limits.max_decode_slowdown, num_prompts, num_decoding)
         return self._pace.room_beside_decodes(num_tokens, builder.shape, num_decoding, slowdown)
 
@@ -218,13 +211,13 @@ class Scheduler:
         not wait for a long one before it, and the long one still gets every other microbatch.
         """
         room = self._prefill_room(builder)
-        opened = sorted(self._prefilling, key=self._turn_rank, reverse=True)
+        opened = sorted(self._running.prefilling, key=self._turn_rank, reverse=True)
         num_rows_before, can_admit = len(builder.requests), True
         while True:
             waiting = self._next_waiting() if can_admit else None
             if opened and (waiting is None or self._turn_rank(opened[-1]) < self._turn_rank(waiting)):
                 request = opened.pop()
-                if request not in self._prefilling:
+                if request not in self._running.prefilling:
                     continue
                 num_tokens = self._chunk(request, room)
                 if not self._is_worth_a_row(request, num_tokens, builder) or (
@@ -285,7 +278,7 @@ class Scheduler:
         request.request_number = self._next_request_number
         self._next_request_number += 1
         self._by_number[request.request_number] = request
-        self._running[request] = None
+        self._running.add(request)
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now_s
             request.num_cached_tokens = request.num_computed_tokens
@@ -300,7 +293,7 @@ class Scheduler:
         """
         if not self._running:
             return True
-        reserved = len(self._running) + sum(self._num_missing_blocks(other) for other in self._prefilling)
+        reserved = len(self._running) + sum(self._num_missing_blocks(other) for other in self._running.prefilling)
         return self._num_missing_blocks(request) + reserved <= self._kv.num_free_blocks
 
     def _num_missing_blocks(self, request: ScheduledRequest) -> int:
@@ -318,7 +311,7 @@ class Scheduler:
             block_ids = self._kv.extend(request.table, request.num_computed_tokens + num_tokens)
             if block_ids is not None:
                 break
-            victim = self._least_important(builder, but=request)
+            victim = self._running.least_important({request, *builder.requests})
             if victim is None or victim.rank < request.rank:
                 return False
             self._preempt(victim)
@@ -331,29 +324,9 @@ class Scheduler:
         request.num_computed_tokens += num_tokens
         request.num_in_flight += 1
         self._kv.launched(request.table, request.token_ids, request.num_computed_tokens)
-        self._sort_in(request)
-
-    def _sort_in(self, request: ScheduledRequest) -> None:
-        """Keep the queues of running requests true to the request's gap."""
-        for queue, belongs in (
-            (self._ready, request.gap == 1),
-            (self._prefilling, request.gap > 1),
-            (self._ending, request.gap == 0 and request.num_output_tokens + 1 >= request.asked.max_tokens),
-        ):
-            if belongs:
-                queue[request] = None
-            else:
-                queue.pop(request, None)
+        self._running.sort_in(request)
 
     # ---- memory runs out ----
-
-    def _least_important(self, builder: MicrobatchBuilder, but: ScheduledRequest) -> ScheduledRequest | None:
-        placed = set(builder.requests)
-        return max(
-            (request for request in self._running if request is not but and request not in placed),
-            key=lambda request: request.rank,
-            default=None,
-        )
 
     def _preempt(self, request: ScheduledRequest) -> None:
         """Free a request's blocks and queue it again, to be recomputed from all its known tokens.
@@ -373,10 +346,7 @@ class Scheduler:
 
     def _forget(self, request: ScheduledRequest) -> None:
         """Take a running request out of the queues and let the stages drop it with the next microbatch."""
-        del self._running[request]
-        self._ready.pop(request, None)
-        self._prefilling.pop(request, None)
-        self._ending.pop(request, None)
+        self._running.remove(request)
         self._removed.append(request.request_number)
 
     def _retire(self, request: ScheduledRequest) -> None:
@@ -419,7 +389,7 @@ class Scheduler:
     def _learn(self, microbatch: Microbatch, result: MicrobatchResult, now_s: float) -> None:
         self._pace.observe(microbatch, result, now_s - self._launched_s.pop(microbatch.number))
         if self._pace.is_due:
-            self._pace.choose_window([r.num_computed_tokens for r in self._running if r not in self._prefilling])
+            self._pace.choose_window([request.num_computed_tokens for request in self._running.decoding()])
 
     def _live(self, request_number: int) -> ScheduledRequest | None:
         """The request of that number, if it was neither preempted nor ended since."""
@@ -439,7 +409,7 @@ class Scheduler:
         if cause is not None:
             news.finish_reason, news.stop_reason = cause
         else:
-            self._sort_in(request)
+            self._running.sort_in(request)
 
     def _land(self, microbatch: Microbatch) -> None:
         for request_number in microbatch.request_numbers:

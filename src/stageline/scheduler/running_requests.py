@@ -1,0 +1,68 @@
+"""Requests that run: they have blocks, the stages know them, and they are kept sorted by what they need next."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+from stageline.scheduler.scheduled_request import ScheduledRequest
+
+
+class RunningRequests:
+    """Each queue is in the order in which its requests came to it.
+
+    Attributes:
+        ready: one known token is to be computed: a decode.
+        prefilling: more than one is.
+        ending: nothing is; the token that they wait for is their last.
+    """
+
+    def __init__(self) -> None:
+        self.ready: dict[ScheduledRequest, None] = {}
+        self.prefilling: dict[ScheduledRequest, None] = {}
+        self.ending: dict[ScheduledRequest, None] = {}
+        self._all: dict[ScheduledRequest, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        return iter(self._all)
+
+    def __contains__(self, request: ScheduledRequest) -> bool:
+        return request in self._all
+
+    @property
+    def num_decoding(self) -> int:
+        """Those that will be scheduled for one token at a time, now or when theirs is back."""
+        return len(self._all) - len(self.prefilling) - len(self.ending)
+
+    def decoding(self) -> Iterator[ScheduledRequest]:
+        return (request for request in self._all if request not in self.prefilling and request not in self.ending)
+
+    def add(self, request: ScheduledRequest) -> None:
+        self._all[request] = None
+
+    def remove(self, request: ScheduledRequest) -> None:
+        del self._all[request]
+        for queue in (self.ready, self.prefilling, self.ending):
+            queue.pop(request, None)
+
+    def sort_in(self, request: ScheduledRequest) -> None:
+        """Keep the queues true to a request whose gap has changed."""
+        gap, queue = request.gap, None
+        if gap == 1:
+            queue = self.ready
+        elif gap > 1:
+            queue = self.prefilling
+        elif request.num_output_tokens + 1 >= request.asked.max_tokens:
+            queue = self.ending
+        for other in (self.ready, self.prefilling, self.ending):
+            if other is not queue:
+                other.pop(request, None)
+        if queue is not None:
+            queue[request] = None
+
+    def least_important(self, spared: Container[ScheduledRequest]) -> ScheduledRequest | None:
+        """The first to be preempted."""
+        candidates = (request for request in self._all if request not in spared)
+        return max(candidates, key=lambda request: request.rank, default=None)
