@@ -56,6 +56,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: one per new token if the request asked for them, else empty.
         prompt_logprobs: of the prompt's tokens after the first, the next run of them as they become known.
         stop_reason: the stop token's id, if one ended it. The stop token is the last of `token_ids`.
+        is_last_token_text: what ended it was a grammar that its last token completed, so that one is no stop token.
         time_s: when the engine had these news, on its clock.
         first_scheduled_s, first_token_s, finished_s: on the engine's clock, None while they have not happened.
     """
@@ -72,3 +73,4 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     finished_s: float | None
     num_cached_tokens: int
     num_preemptions: int
+    is_last_token_text: bool = False

@@ -34,12 +34,14 @@ class EngineCore:
         self._clock = clock
         self._in_flight_since_s: float | None = None
         self._launched_s: dict[int, float] = {}
+        self._ends_for_want_of_masks: list[RequestUpdate] = []
+        executor.before_sampling(self._send_masks)
         self._stats = StatsCollector(scheduler.limits.max_model_len, clock.now_s())
 
     @property
     def has_work(self) -> bool:
         """Something is unfinished or still in the pipeline."""
-        return self._scheduler.num_unfinished > 0 or len(self._in_flight) > 0
+        return bool(self._scheduler.num_unfinished or len(self._in_flight) or self._ends_for_want_of_masks)
 
     def add(self, request: EngineRequest) -> None:
         """Raises: RequestError if the request can never be served."""
@@ -85,7 +87,9 @@ class EngineCore:
         Raises: WorkerLost if a stage is gone; the pipeline is closed then.
         """
         self._fill_window()
-        if len(self._in_flight) == 0:
+        if len(self._in_flight) == 0 and not self._scheduler.is_waiting_for_masks:
+            if self._ends_for_want_of_masks:
+                return self._take_ends()
             if self._scheduler.num_unfinished:
                 raise InternalError(
                     f"nothing is in flight and nothing can be scheduled, with {self._scheduler.num_waiting} requests "
@@ -95,7 +99,8 @@ class EngineCore:
                 return []
         result = self._executor.wait(until_s)
         if result is None:
-            return []
+            self._fill_window()
+            return self._take_ends()
         microbatch = self._in_flight.completed(result)
         now_s = self._clock.now_s()
         self._in_flight_since_s = now_s if len(self._in_flight) else None
@@ -104,9 +109,25 @@ class EngineCore:
         self._stats.updated(updates)
         # The stages get their next work before the caller turns the news into text.
         self._fill_window()
-        return updates
+        return updates + self._take_ends()
+
+    def _send_masks(self) -> None:
+        """Every mask that is known by now, to those who sample; requests that waited for theirs may be scheduled."""
+        if not self._scheduler.has_grammars:
+            return
+        masks, ends = self._scheduler.take_masks(self._clock.now_s())
+        for message in masks:
+            self._executor.send_masks(message)
+        for update in ends:
+            self._stats.ended(update, update.finish_reason or "abort")
+        self._ends_for_want_of_masks += ends
+
+    def _take_ends(self) -> list[RequestUpdate]:
+        ends, self._ends_for_want_of_masks = self._ends_for_want_of_masks, []
+        return ends
 
     def _fill_window(self) -> None:
+        self._send_masks()
         self._in_flight.window = self._scheduler.window
         while self._in_flight.has_room:
             start_s = self._clock.now_s()
@@ -115,6 +136,7 @@ class EngineCore:
                 return
             self._in_flight.launched(microbatch)
             self._executor.launch(microbatch)
+            self._send_masks()
             self._stats.launched(microbatch)
             self._launched_s[microbatch.number] = start_s
             if self._in_flight_since_s is None:
@@ -173,3 +195,4 @@ class EngineCore:
 
     def close(self) -> None:
         self._executor.close()
+        self._scheduler.close()

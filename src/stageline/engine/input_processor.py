@@ -14,8 +14,10 @@ import msgspec
 from stageline.checkpoint.generation_defaults import GenerationDefaults
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.errors import RequestError
-from stageline.request import EngineRequest
-from stageline.sampling import GREEDY_BELOW_TEMPERATURE, SamplerSpec, SamplingParams
+from stageline.grammar.compiler import GrammarCompiler
+from stageline.grammar.definition import define
+from stageline.request import EngineRequest, GrammarSpec
+from stageline.sampling import GREEDY_BELOW_TEMPERATURE, SamplerSpec, SamplingParams, StructuredOutputs
 
 MAX_PRIORITY = 2**31
 
@@ -39,6 +41,8 @@ class Tokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+    def serialized(self) -> str: ...
+
     def new_decode_stream(self, skip_special_tokens: bool, prompt_token_ids: list[int]) -> DecodeStream: ...
 
 
@@ -47,6 +51,7 @@ class InputProcessor:
 
     Args:
         max_model_len: most tokens of prompt and output together.
+        tokenizer: also what grammars are compiled for.
         default_seed: where the seeds of requests that bring none come from.
         generation_defaults: what the checkpoint recommends for requests without parameters.
     """
@@ -64,6 +69,7 @@ class InputProcessor:
         self._max_model_len = max_model_len
         self._seeds = random.Random(default_seed)
         self._defaults = generation_defaults
+        self.grammars = GrammarCompiler(lambda: tokenizer.serialized(), spec.vocab_size, spec.eos_token_ids)
 
     def default_params(self) -> SamplingParams:
         """What a request without parameters gets: the checkpoint's recommendation, our defaults where it is silent."""
@@ -104,6 +110,7 @@ class InputProcessor:
         if type(priority) is not int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise RequestError(f"priority is {priority!r}; it must be an integer of at most {MAX_PRIORITY}", "priority")
         prompt_token_ids = self._prompt_token_ids(prompt)
+        grammar = None if params.structured_outputs is None else self._grammar(params.structured_outputs)
         room_tokens = self._max_model_len - len(prompt_token_ids)
         eos_token_ids = () if params.ignore_eos else self._spec.eos_token_ids
         stop_token_ids = tuple(dict.fromkeys(params.stop_token_ids or ()))
@@ -120,6 +127,7 @@ class InputProcessor:
                 priority=priority,
                 cache_salt=cache_salt,
                 deadline_s=deadline_s,
+                grammar=grammar,
                 num_completions=0 if index else params.n,
             )
             for index in range(params.n)
@@ -151,6 +159,12 @@ class InputProcessor:
                 field,
             )
         return token_ids
+
+    def _grammar(self, asked: StructuredOutputs) -> GrammarSpec:
+        """Compiled here once, so that what the engine gets can be compiled."""
+        spec = define(asked)
+        self.grammars.check(spec)
+        return spec
 
     def _encoded(self, prompt: str) -> list[int]:
         """Token ids; none for an empty text, also where the tokenizer would put a special token before it."""

@@ -26,6 +26,8 @@ from stageline.executor.executor import OnProgress
 from stageline.executor.messages import StageLoaded
 from stageline.kv.kv_plan import KVPlan
 from stageline.outputs import OutputKind, RequestOutput
+from stageline.pipeline.item_times import StageItemTimes
+from stageline.pipeline.partition import StageLayers
 from stageline.sampling import SamplingParams
 from stageline.timeline.span import Span
 
@@ -60,7 +62,9 @@ class LLM:
         )
         progress = LoadProgress(self.config.pipeline_parallel_size) if on_load_progress is None else None
         try:
-            self._pipeline = start_pipeline(self.config, checkpoint, self.clock, on_load_progress or progress)
+            self._pipeline = start_pipeline(
+                self.config, checkpoint, self.clock, on_load_progress or progress, self._inputs.grammars
+            )
         finally:
             if progress is not None:
                 progress.close()
@@ -150,6 +154,11 @@ class LLM:
         """What each stage found out while loading."""
         return self._pipeline.reports
 
+    @property
+    def partition(self) -> tuple[StageLayers, ...]:
+        """Which layers each stage holds."""
+        return self._pipeline.partition
+
     def startup_table(self) -> str:
         """Which stage holds what; also logged at start."""
         return self._pipeline.table
@@ -157,6 +166,10 @@ class LLM:
     def spans(self, since_s: float = 0.0) -> list[Span]:
         """What every stage and the engine did since then, on `clock`, as far as their rings remember."""
         return self._core.spans(since_s)
+
+    def item_times(self) -> list[StageItemTimes]:
+        """What every item of each stage took since this was called before; the first call turns timing on."""
+        return self._core.collect_item_times()
 
     def _finish_all(self, prompts: list[Prompt], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         request_ids = self._frontend.submit(prompts, params, OutputKind.FINAL_ONLY)

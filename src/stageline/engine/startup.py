@@ -10,21 +10,24 @@ from dataclasses import dataclass
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES
 from stageline.checkpoint.stage_tensors import can_stay_quantized
+from stageline.checkpoint.tokenizer import load_tokenizer
 from stageline.clock import Clock
-from stageline.config import environment
 from stageline.config.engine_config import EngineConfig
 from stageline.engine.core import EngineCore
+from stageline.engine.partitioning import PartitionChoice, choose_partition
 from stageline.engine.startup_table import count_stages, format_startup_table
 from stageline.errors import ConfigError
 from stageline.executor.executor import Executor, OnProgress
 from stageline.executor.in_process import InProcessExecutor
 from stageline.executor.messages import StageLoaded
 from stageline.executor.multi_process import MultiProcessExecutor, available_cores
+from stageline.grammar.compiler import GrammarCompiler
+from stageline.grammar.mask_pool import MaskPool
 from stageline.kv.kv_cache_manager import KVCacheManager
 from stageline.kv.kv_plan import KVPlan, parse_kv_cache_memory, plan_kv_cache
 from stageline.kv.kv_size import kv_bytes_per_token
 from stageline.pipeline.microbatch import MicrobatchLimits
-from stageline.pipeline.partition import StageLayers, partition_layers
+from stageline.pipeline.partition import StageLayers
 from stageline.scheduler.scheduler import Scheduler, SchedulerLimits
 
 logger = logging.getLogger(__name__)
@@ -94,22 +97,30 @@ def check_before_start(config: EngineConfig, checkpoint: Checkpoint) -> int:
     check_threads(config)
     check_quantization(config, checkpoint)
     max_model_len = choose_max_model_len(config, checkpoint)
-    _partition(config, checkpoint)
+    choose_partition(config, checkpoint, max_model_len)
     parse_kv_cache_memory(config.kv_cache_memory, config.pipeline_parallel_size)
     return max_model_len
 
 
 def start_pipeline(
-    config: EngineConfig, checkpoint: Checkpoint, clock: Clock, on_progress: OnProgress | None = None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    clock: Clock,
+    on_progress: OnProgress | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> Pipeline:
     """Bring a pipeline up.
 
+    Args:
+        grammars: to be shared with who checks requests; None if that is another process.
     Raises: ConfigError before anything starts for whatever can be known by then, or after loading if memory is short,
         with everything stopped again; WorkerLost if a stage dies on the way.
     """
     max_model_len = check_before_start(config, checkpoint)
     num_stages = config.pipeline_parallel_size
-    partition = _partition(config, checkpoint)
+    choice = choose_partition(config, checkpoint, max_model_len)
+    if choice.note:
+        logger.info("%s", choice.note)
     kv_memory = parse_kv_cache_memory(config.kv_cache_memory, num_stages)
     if any((wish.fraction_of_free or 0) > _USUAL_KV_CACHE_FRACTION for wish in kv_memory):
         logger.warning(
@@ -117,9 +128,10 @@ def start_pipeline(
             config.kv_cache_memory,
         )
     logger.info("loading %s into %s", config.model, count_stages(num_stages))
-    executor = _make_executor(config, checkpoint, partition, max_model_len, clock)
+    executor = _make_executor(config, checkpoint, choice, max_model_len, clock)
     try:
         reports = executor.load(on_progress)
+        partition = executor.partition
         plan = plan_kv_cache(
             kv_memory,
             _free_bytes_per_stage(reports),
@@ -142,29 +154,21 @@ def start_pipeline(
             plan.num_tokens,
             max_model_len,
         )
-    core = _make_core(config, executor, plan, max_model_len, clock)
+    masks = MaskPool(grammars or _make_compiler(config, checkpoint), executor.wakeup.ring)
+    core = _make_core(config, executor, plan, max_model_len, masks, clock)
     return Pipeline(core, partition, tuple(reports), plan, max_model_len, table)
-
-
-def _partition(config: EngineConfig, checkpoint: Checkpoint) -> tuple[StageLayers, ...]:
-    """The flag's, or else the environment's, or else the default. Raises: ConfigError."""
-    num_layers, num_stages = checkpoint.spec.num_layers, config.pipeline_parallel_size
-    variable = environment.pp_layer_partition() if config.pp_layer_partition is None else None
-    if variable is not None:
-        return partition_layers(num_layers, num_stages, variable.value, variable.name)
-    return partition_layers(num_layers, num_stages, config.pp_layer_partition)
 
 
 def _make_executor(
     config: EngineConfig,
     checkpoint: Checkpoint,
-    partition: tuple[StageLayers, ...],
+    choice: PartitionChoice,
     max_model_len: int,
     clock: Clock,
 ) -> Executor:
     if config.distributed_executor_backend == "in_process":
-        return InProcessExecutor(config, checkpoint, partition, max_model_len, clock)
-    return MultiProcessExecutor(config, checkpoint.path, partition, max_model_len, clock)
+        return InProcessExecutor(config, checkpoint, choice.stages, max_model_len, clock)
+    return MultiProcessExecutor(config, checkpoint.path, choice.stages, max_model_len, clock, choice.calibration)
 
 
 def _free_bytes_per_stage(reports: list[StageLoaded]) -> list[int]:
@@ -185,8 +189,16 @@ def _limits(config: EngineConfig, checkpoint: Checkpoint, plan: KVPlan, max_mode
     )
 
 
+def _make_compiler(config: EngineConfig, checkpoint: Checkpoint) -> GrammarCompiler:
+    """Its tokenizer is loaded when the first grammar comes."""
+    spec = checkpoint.spec
+    return GrammarCompiler(
+        lambda: load_tokenizer(checkpoint, config.tokenizer).serialized(), spec.vocab_size, spec.eos_token_ids
+    )
+
+
 def _make_core(
-    config: EngineConfig, executor: Executor, plan: KVPlan, max_model_len: int, clock: Clock
+    config: EngineConfig, executor: Executor, plan: KVPlan, max_model_len: int, masks: MaskPool, clock: Clock
 ) -> EngineCore:
     kv = KVCacheManager(plan.num_blocks, config.block_size, config.enable_prefix_caching)
     limits = SchedulerLimits(
@@ -199,7 +211,7 @@ def _make_core(
         max_chunk_tokens=config.long_prefill_token_threshold,
         max_decode_slowdown=config.max_decode_slowdown,
     )
-    return EngineCore(executor, Scheduler(kv, limits), clock)
+    return EngineCore(executor, Scheduler(kv, limits, masks), clock)
 
 
 def _widest_window(config: EngineConfig) -> int:

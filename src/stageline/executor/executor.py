@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
 
 from stageline.executor.messages import StageLoaded
 from stageline.links.wakeup import Wakeup
-from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
+from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
+from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
+from stageline.pipeline.partition import StageLayers
 from stageline.timeline.span import Span
+from stageline.timeline.stage_counters import StageCounters
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What stages time before the layers are cut, and who cuts them.
+
+    Args:
+        layers: to be timed, the same on every stage.
+        choose: the partition that follows from the stages' times, in order. May raise ConfigError.
+    """
+
+    planned: PlannedMicrobatch
+    layers: tuple[int, ...]
+    choose: Callable[[list[StageItemTimes]], tuple[StageLayers, ...]]
+
 
 OnProgress = Callable[[int, int, int], None]
 """Called with (stage index, bytes of weights read, bytes in all) while stages load."""
@@ -32,12 +51,25 @@ class Executor(Protocol):
         """Start the stages and read their weights, all in parallel. Returns: one report per stage, in order."""
         ...
 
+    @property
+    def partition(self) -> tuple[StageLayers, ...]:
+        """Which layers each stage holds; what a calibration says is known after `load`."""
+        ...
+
     def allocate(self, limits: MicrobatchLimits) -> None:
         """Make the KV cache on every stage."""
         ...
 
     def launch(self, microbatch: Microbatch) -> None:
         """Send a microbatch into the pipeline; does not wait."""
+        ...
+
+    def send_masks(self, masks: TokenMasks) -> None:
+        """Let the last stage have masks for rows of a microbatch that was launched; does not wait."""
+        ...
+
+    def before_sampling(self, send_masks: Callable[[], None]) -> None:
+        """Call this at the last moment at which `send_masks` is in time, where that moment is known here."""
         ...
 
     def wake_on(self, source: zmq.Socket[bytes]) -> None:
@@ -56,6 +88,18 @@ class Executor(Protocol):
 
     def collect_spans(self, since_s: float = 0.0) -> list[Span]:
         """What the stages recorded, as far as their rings remember."""
+        ...
+
+    def collect_item_times(self) -> list[StageItemTimes]:
+        """What each stage's items took since this was asked before, in order; the first call turns timing on."""
+        ...
+
+    def ask_for_counters(self) -> None:
+        """Ask every stage for its running totals; does not wait, and does not ask twice for one answer."""
+        ...
+
+    def take_counters(self) -> list[StageCounters] | None:
+        """The answer to `ask_for_counters`, one per stage in order, once; None as long as a stage owes it."""
         ...
 
     def close(self) -> None:

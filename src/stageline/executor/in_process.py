@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -15,12 +17,15 @@ from stageline.errors import ConfigError, StagelineError, WorkerLost
 from stageline.executor.executor import OnProgress
 from stageline.executor.messages import StageLoaded
 from stageline.links.wakeup import Wakeup
-from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
+from stageline.pipeline.item_times import StageItemTimes
+from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
 from stageline.pipeline.partition import StageLayers
 from stageline.timeline.recorder import Recorder
 from stageline.timeline.span import Span
+from stageline.timeline.stage_counters import StageAccount, StageCounters
 
 if TYPE_CHECKING:
+    from stageline.worker.measure import ItemTimer
     from stageline.worker.stage import Stage
 
 
@@ -45,7 +50,12 @@ class InProcessExecutor:
         self._clock = clock
         self._recorder = Recorder()
         self._stages: list[Stage] = []
+        self._timers: list[ItemTimer] = []
+        self._accounts = [StageAccount(part.stage_index) for part in partition]
+        self._is_counters_asked = False
         self._launched: deque[Microbatch] = deque()
+        self._masks: list[TokenMasks] = []
+        self._before_sampling: Callable[[], None] = lambda: None
         self._loss: StagelineError | None = None
 
     def load(self, on_progress: OnProgress | None = None) -> list[StageLoaded]:
@@ -72,10 +82,27 @@ class InProcessExecutor:
     def allocate(self, limits: MicrobatchLimits) -> None:
         for stage in self._stages:
             stage.allocate_kv(limits)
+        for account in self._accounts:
+            account.start(self._clock.now_s())
 
     def launch(self, microbatch: Microbatch) -> None:
         self._check_alive()
         self._launched.append(microbatch)
+
+    def send_masks(self, masks: TokenMasks) -> None:
+        self._check_alive()
+        self._masks.append(masks)
+
+    def before_sampling(self, send_masks: Callable[[], None]) -> None:
+        self._before_sampling = send_masks
+
+    def _add_masks(self, microbatch: Microbatch) -> None:
+        """Those of later microbatches wait until these are prepared."""
+        self._before_sampling()
+        for masks in self._masks:
+            if masks.number <= microbatch.number:
+                self._stages[-1].add_masks(masks)
+        self._masks = [masks for masks in self._masks if masks.number > microbatch.number]
 
     def wake_on(self, source: zmq.Socket[bytes]) -> None:
         self._poller.register(source, zmq.POLLIN)
@@ -88,14 +115,18 @@ class InProcessExecutor:
         microbatch = self._launched.popleft()
         output: Any = None
         elapsed_s = []
-        for stage, part in zip(self._stages, self._partition, strict=True):
+        for stage, part, account in zip(self._stages, self._partition, self._accounts, strict=True):
             start_s = self._clock.now_s()
+            account.enter("busy", start_s)
             try:
-                output = stage.run(stage.prepare(microbatch), output)
+                output = stage.run(stage.prepare(microbatch), output, partial(self._add_masks, microbatch))
             except Exception as error:
                 self._loss = _loss_of(part.stage_index, error)
                 raise self._loss from error
-            elapsed_s.append(self._clock.now_s() - start_s)
+            end_s = self._clock.now_s()
+            account.enter("idle", end_s)
+            account.computed(microbatch.num_rows, microbatch.num_decode_rows, microbatch.num_tokens, end_s - start_s)
+            elapsed_s.append(end_s - start_s)
         assert isinstance(output, MicrobatchResult)
         return output.after(sum(elapsed_s), max(elapsed_s))
 
@@ -108,8 +139,33 @@ class InProcessExecutor:
         if self._loss is not None:
             raise self._loss
 
+    @property
+    def partition(self) -> tuple[StageLayers, ...]:
+        return self._partition
+
+    def collect_item_times(self) -> list[StageItemTimes]:
+        from stageline.worker.measure import ItemTimer
+
+        timers, self._timers = self._timers, []
+        for stage, part in zip(self._stages, self._partition, strict=True):
+            timer = ItemTimer(
+                part.stage_index, part.layers, part.is_first, part.is_last, stage.device, self._clock
+            )
+            stage.time_items(timer)
+            self._timers.append(timer)
+        return [timer.times() for timer in timers or self._timers]
+
     def collect_spans(self, since_s: float = 0.0) -> list[Span]:
         return self._recorder.spans(since_s)
+
+    def ask_for_counters(self) -> None:
+        self._is_counters_asked = True
+
+    def take_counters(self) -> list[StageCounters] | None:
+        if not self._is_counters_asked:
+            return None
+        self._is_counters_asked = False
+        return [account.snapshot(self._clock.now_s()) for account in self._accounts]
 
     def close(self) -> None:
         self._stages.clear()

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import msgspec
 
-from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
+from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
+from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
 from stageline.timeline.span import Span
+from stageline.timeline.stage_counters import StageCounters
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """What a stage times before it is told which layers to load.
+
+    Args:
+        layers: which of the model's layers; the first stage also times the embedding, the last one the head.
+        block_size: tokens per KV block.
+    """
+
+    planned: PlannedMicrobatch
+    layers: list[int]
+    block_size: int
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,6 +33,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         engine_address: where its answers go.
         control_address, ping_address, input_address: where it listens; the first stage has no input.
         output_address: where its activations go; None for the last stage.
+        calibration: if set, its layers are assigned after it, and the two numbers here mean nothing.
     """
 
     model: str
@@ -40,6 +56,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ping_address: str
     input_address: str | None
     output_address: str | None
+    calibration: Calibration | None = None
+
+
+class AssignLayers(msgspec.Struct, frozen=True, array_like=True, tag="assign_layers"):
+    """The answer to a calibration's times: load these layers, half-open."""
+
+    first_layer: int
+    end_layer: int
 
 
 class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
@@ -54,6 +78,10 @@ class CollectSpans(msgspec.Struct, frozen=True, array_like=True, tag="collect_sp
     since_s: float
 
 
+class CollectItemTimes(msgspec.Struct, frozen=True, array_like=True, tag="collect_item_times"):
+    """Send the times of the items since the last such message; timing begins with the first."""
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """Leave."""
 
@@ -62,7 +90,12 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     """Show a sign of life."""
 
 
-ToWorker = Microbatch | Allocate | CollectSpans | Stop
+class CollectCounters(msgspec.Struct, frozen=True, array_like=True, tag="collect_counters"):
+    """Send the stage's running totals."""
+
+
+ToResponder = Ping | CollectCounters
+ToWorker = Microbatch | TokenMasks | Allocate | AssignLayers | CollectSpans | CollectItemTimes | Stop
 
 
 class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
@@ -118,4 +151,6 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     is_config_error: bool
 
 
-FromWorker = Loading | StageLoaded | Allocated | MicrobatchResult | Spans | Pong | Failed
+FromWorker = (
+    Loading | StageLoaded | Allocated | MicrobatchResult | Spans | StageItemTimes | StageCounters | Pong | Failed
+)

@@ -12,7 +12,7 @@ import shutil
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -22,10 +22,14 @@ from stageline.clock import Clock
 from stageline.config import environment
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError, FrameError, StagelineError, WorkerLost
-from stageline.executor.executor import OnProgress
+from stageline.executor.executor import CalibrationPlan, OnProgress
 from stageline.executor.messages import (
     Allocate,
     Allocated,
+    AssignLayers,
+    Calibration,
+    CollectCounters,
+    CollectItemTimes,
     CollectSpans,
     Failed,
     FromWorker,
@@ -43,11 +47,13 @@ from stageline.links.child_process import wait_for_ends
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links, make_ipc_folder
 from stageline.links.wakeup import Wakeup
-from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
+from stageline.pipeline.item_times import StageItemTimes
+from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
 from stageline.pipeline.partition import StageLayers
 from stageline.timeline.span import Span
+from stageline.timeline.stage_counters import StageCounters
 
-_Answer = TypeVar("_Answer", Allocated, Spans)
+_Answer = TypeVar("_Answer", Allocated, Spans, StageItemTimes)
 
 _LAST_WORDS_S = 0.5
 """How long an ended process's last message may take to arrive."""
@@ -61,19 +67,30 @@ class MultiProcessExecutor:
 
     Args:
         model: path of the checkpoint.
-        stages: the partition.
+        stages: the partition; with a calibration what there is of it is their number.
         max_model_len: longest request in tokens.
+        calibration: lets the stages time some layers first, and cuts the layers by that.
     """
 
     def __init__(
-        self, config: EngineConfig, model: str, stages: tuple[StageLayers, ...], max_model_len: int, clock: Clock
+        self,
+        config: EngineConfig,
+        model: str,
+        stages: tuple[StageLayers, ...],
+        max_model_len: int,
+        clock: Clock,
+        calibration: CalibrationPlan | None = None,
     ) -> None:
         self.wakeup = Wakeup()
+        self.partition = stages
+        self._calibration = calibration
         self._config = config
         self._clock = clock
         self._loss: StagelineError | None = None
         self._is_loaded = False
         self._results: deque[MicrobatchResult] = deque()
+        self._counters: dict[int, StageCounters] = {}
+        self._is_counters_asked = False
         self._watch = Watch(config.heartbeat_timeout_s, config.load_timeout_s, len(stages), clock.now_s())
         self._running = _Running(len(stages))
         self._finalizer = weakref.finalize(self, self._running.end, 0.0)
@@ -116,6 +133,7 @@ class MultiProcessExecutor:
                     ping_address=f"{prefix}.ping",
                     input_address=None if stage.is_first else f"{prefix}.input",
                     output_address=None if stage.is_last else f"{address[stage.stage_index + 1]}.input",
+                    calibration=self._asked_to_time(),
                 )
             )
             running.workers.append(worker)
@@ -125,12 +143,19 @@ class MultiProcessExecutor:
             self._waking_poller.register(source, events)
         self._waking_poller.register(self.wakeup.fd, zmq.POLLIN)
 
+    def _asked_to_time(self) -> Calibration | None:
+        if self._calibration is None:
+            return None
+        return Calibration(self._calibration.planned, list(self._calibration.layers), self._config.block_size)
+
     @property
     def worker_pids(self) -> list[int]:
         """Process ids of the stages, in order."""
         return [worker.pid for worker in self._running.workers]
 
     def load(self, on_progress: OnProgress | None = None) -> list[StageLoaded]:
+        if self._calibration is not None:
+            self._calibrate(self._calibration)
         reports: dict[int, StageLoaded] = {}
         while len(reports) < len(self._control):
             message = self._receive(Loading, StageLoaded)
@@ -144,12 +169,25 @@ class MultiProcessExecutor:
         self._is_loaded = True
         return [reports[index] for index in sorted(reports)]
 
+    def _calibrate(self, plan: CalibrationPlan) -> None:
+        self.partition = plan.choose(self._gather(StageItemTimes))
+        for part, socket in zip(self.partition, self._control, strict=True):
+            self._watch.progressed(part.stage_index)
+            socket.send(encode_message(AssignLayers(part.layers.start, part.layers.stop)))
+
     def allocate(self, limits: MicrobatchLimits) -> None:
         self._send_to_all(encode_message(Allocate(limits)))
         self._gather(Allocated)
 
     def launch(self, microbatch: Microbatch) -> None:
         self._send_to_all(encode_message(microbatch))
+
+    def send_masks(self, masks: TokenMasks) -> None:
+        self._check_alive()
+        self._control[-1].send(encode_message(masks))
+
+    def before_sampling(self, send_masks: Callable[[], None]) -> None:
+        """Only the last stage knows that moment; masks are sent whenever they are known."""
 
     def wake_on(self, source: zmq.Socket[bytes]) -> None:
         self._waking_poller.register(source, zmq.POLLIN)
@@ -170,6 +208,27 @@ class MultiProcessExecutor:
     def collect_spans(self, since_s: float = 0.0) -> list[Span]:
         self._send_to_all(encode_message(CollectSpans(since_s)))
         return [span for answer in self._gather(Spans) for span in answer.spans]
+
+    def collect_item_times(self) -> list[StageItemTimes]:
+        self._send_to_all(encode_message(CollectItemTimes()))
+        return self._gather(StageItemTimes)
+
+    def ask_for_counters(self) -> None:
+        if self._is_counters_asked:
+            return
+        self._check_alive()
+        self._is_counters_asked = True
+        # Asked like a ping: the thread that answers is not the one that computes.
+        for socket in self._pings:
+            socket.send(encode_message(CollectCounters()))
+
+    def take_counters(self) -> list[StageCounters] | None:
+        if len(self._counters) < len(self._control):
+            return None
+        counters = [self._counters[index] for index in sorted(self._counters)]
+        self._counters.clear()
+        self._is_counters_asked = False
+        return counters
 
     def close(self) -> None:
         if not self._finalizer.alive:
@@ -222,7 +281,7 @@ class MultiProcessExecutor:
 
     def _check_is_late(self, message: FromWorker) -> None:
         """Spans may answer a question whose asker was interrupted. Raises: FrameError for a message of another kind."""
-        if not isinstance(message, Pong | Spans):
+        if not isinstance(message, Pong | Spans | StageItemTimes | StageCounters):
             raise FrameError(f"a message {type(message).__name__} that nobody asked for")
 
     @contextmanager
@@ -242,6 +301,8 @@ class MultiProcessExecutor:
             if not 0 <= message.stage_index < len(self._control):
                 raise FrameError(f"a message of stage {message.stage_index}; there are {len(self._control)}")
             self._watch.heard_of(message.stage_index)
+        if isinstance(message, StageCounters):
+            self._counters[message.stage_index] = message
         if isinstance(message, Failed):
             raise _loss_of(message)
         return message

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from stageline.errors import RequestError
 from stageline.grammar.definition import shortened
+from stageline.grammar.step import Step
 from stageline.pipeline.microbatch import mask_bytes
 from stageline.request import GrammarSpec
 
@@ -39,8 +40,9 @@ def _limits() -> LLParserLimits:
 class Matcher:
     """Where one completion is in its grammar. One thread at a time may use it."""
 
-    def __init__(self, matcher: LLMatcher, num_mask_bytes: int) -> None:
+    def __init__(self, matcher: LLMatcher, num_mask_bytes: int, eos_token_ids: Collection[int]) -> None:
         self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
         self._num_mask_bytes = num_mask_bytes
 
     def mask(self) -> bytes | None:
@@ -51,9 +53,13 @@ class Matcher:
         mask = self._matcher.compute_bitmask()[: self._num_mask_bytes]
         return None if self._matcher.is_error() else mask
 
-    def advance(self, token_id: int) -> bool:
-        """Take the next token. True if more may come; false at the end, and if the token was none of the allowed."""
-        return bool(self._matcher.consume_token(token_id)) and not self._matcher.is_stopped()
+    def advance(self, token_id: int) -> Step:
+        """Take the next token, which must be one of those allowed."""
+        if not self._matcher.consume_token(token_id):
+            return Step.STOPPED
+        if not self._matcher.is_stopped():
+            return Step.GOES_ON
+        return Step.STOPPED if token_id in self._eos_token_ids else Step.COMPLETE
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,8 @@ class GrammarCompiler:
     def new_matcher(self, spec: GrammarSpec) -> tuple[Matcher, bytes]:
         """A matcher at the grammar's beginning, and its mask there. Raises: RequestError, as `check` does."""
         compiled = self._get(spec)
-        return Matcher(compiled.matcher.deep_copy(), mask_bytes(self._vocab_size)), compiled.first_mask
+        matcher = Matcher(compiled.matcher.deep_copy(), mask_bytes(self._vocab_size), self._eos_token_ids)
+        return matcher, compiled.first_mask
 
     def _get(self, spec: GrammarSpec) -> _Compiled:
         with self._lock:

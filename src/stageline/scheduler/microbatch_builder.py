@@ -19,6 +19,7 @@ class MicrobatchBuilder:
         self._num_computed: list[int] = []
         self._token_ids: list[int] = []
         self._sampling_rows: list[int] = []
+        self._masked_rows: list[int] = []
 
     @property
     def shape(self) -> MicrobatchShape:
@@ -47,6 +48,8 @@ class MicrobatchBuilder:
         first = request.num_computed_tokens
         if num_tokens == request.gap:
             self._sampling_rows.append(len(self.requests))
+            if request.asked.grammar is not None:
+                self._masked_rows.append(len(self.requests))
         self.requests.append(request)
         self.num_tokens += num_tokens
         self._num_computed.append(first)
@@ -65,4 +68,5 @@ class MicrobatchBuilder:
             num_scheduled_tokens=self._num_scheduled,
             token_ids=self._token_ids,
             sampling_rows=self._sampling_rows,
+            masked_rows=self._masked_rows,
         )

@@ -19,6 +19,7 @@ class News:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    is_last_token_text: bool = False
 
     def update_for(self, request: ScheduledRequest, now_s: float) -> RequestUpdate:
         return RequestUpdate(
@@ -34,4 +35,5 @@ class News:
             finished_s=now_s if self.finish_reason is not None else None,
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
+            is_last_token_text=self.is_last_token_text,
         )

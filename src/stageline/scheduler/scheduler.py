@@ -11,8 +11,11 @@ import math
 from dataclasses import dataclass
 
 from stageline.errors import InternalError, RequestError
+from stageline.grammar.mask_pool import MaskPool
+from stageline.grammar.step import Step
 from stageline.kv.kv_cache_manager import BlockTable, KVCacheManager
-from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
+from stageline.outputs import FinishReason
+from stageline.pipeline.microbatch import NO_TOKEN, Microbatch, MicrobatchResult, TokenMasks
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.sampling import TokenLogprobs
 from stageline.scheduler.budget import (
@@ -21,6 +24,7 @@ from stageline.scheduler.budget import (
     decode_slowdown,
     prefill_tokens_per_microbatch,
 )
+from stageline.scheduler.guides import Guides
 from stageline.scheduler.microbatch_builder import MicrobatchBuilder
 from stageline.scheduler.news import News
 from stageline.scheduler.pace import Pace
@@ -57,9 +61,10 @@ class SchedulerLimits:
 class Scheduler:
     """One per pipeline. Not thread-safe: the engine's loop is its only caller."""
 
-    def __init__(self, kv: KVCacheManager, limits: SchedulerLimits) -> None:
+    def __init__(self, kv: KVCacheManager, limits: SchedulerLimits, masks: MaskPool | None = None) -> None:
         self.limits = limits
         self._kv = kv
+        self._guides = Guides(masks)
         self._epoch = 0
         self._next_microbatch = 0
         self._next_request_number = 1
@@ -94,6 +99,21 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def has_grammars(self) -> bool:
+        """Some request keeps to one."""
+        return len(self._guides) > 0
+
+    @property
+    def is_waiting_for_masks(self) -> bool:
+        """Requests are running that cannot be scheduled before their masks are known."""
+        return self._guides.num_waiting > 0
+
+    @property
+    def num_missed_masks(self) -> int:
+        """Rows whose mask came too late, since the start."""
+        return self._guides.num_missed_masks
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -150,6 +170,7 @@ class Scheduler:
         self._next_arrival += 1
         self._by_id[asked.request_id] = request
         self._waiting.add(request)
+        self._guides.start(request)
 
     def abort(self, request_id: str, now_s: float) -> RequestUpdate | None:
         """End a request wherever it is. Its blocks are free once no microbatch in flight refers to it.
@@ -159,10 +180,17 @@ class Scheduler:
         request = self._by_id.get(request_id)
         if request is None:
             return None
+        return self._end_early(request, "abort", now_s)
+
+    def _end_early(self, request: ScheduledRequest, reason: FinishReason, now_s: float) -> RequestUpdate:
         if request in self._waiting:
             self._waiting.remove(request)
         self._retire(request)
-        return News(finish_reason="abort").update_for(request, now_s)
+        return News(finish_reason=reason).update_for(request, now_s)
+
+    def close(self) -> None:
+        """Stop computing masks."""
+        self._guides.close()
 
     # ---- microbatches go out ----
 
@@ -175,6 +203,7 @@ class Scheduler:
         if not builder.requests:
             return None
         microbatch = builder.build(self._epoch, self._next_microbatch, self._removed)
+        self._guides.launched(microbatch, builder.requests)
         self._launched_s[microbatch.number] = now_s
         self._next_microbatch += 1
         self._removed = []
@@ -347,11 +376,13 @@ class Scheduler:
     def _forget(self, request: ScheduledRequest) -> None:
         """Take a running request out of the queues and let the stages drop it with the next microbatch."""
         self._running.remove(request)
+        self._guides.recall(request)
         self._removed.append(request.request_number)
 
     def _retire(self, request: ScheduledRequest) -> None:
         """The request is over: nothing more is scheduled; its blocks are freed once nothing in flight uses them."""
         del self._by_id[request.asked.request_id]
+        self._guides.end(request)
         if request in self._running:
             self._forget(request)
             if request.num_in_flight == 0:
@@ -377,7 +408,10 @@ class Scheduler:
                 news.setdefault(request, News()).prompt_logprobs.extend(new)
         for index, row in enumerate(microbatch.sampling_rows):
             request = self._live(microbatch.request_numbers[row])
-            if request is not None:
+            if request is not None and result.token_ids[index] == NO_TOKEN:
+                if self._guides.missed(request):
+                    self._schedule_again(request)
+            elif request is not None:
                 logprobs = result.logprobs[index] if result.logprobs else None
                 self._take_token(request, result.token_ids[index], logprobs, news.setdefault(request, News()), now_s)
         self._land(microbatch)
@@ -406,10 +440,33 @@ class Scheduler:
         if logprobs is not None:
             news.logprobs.append(logprobs)
         cause = request.stop_cause(token_id)
+        if cause is None or cause[0] == "length":
+            step = self._guides.take(request, token_id)
+            if step is not Step.GOES_ON:
+                cause, news.is_last_token_text = ("stop", None), step is Step.COMPLETE
         if cause is not None:
             news.finish_reason, news.stop_reason = cause
         else:
             self._running.sort_in(request)
+
+    def take_masks(self, now_s: float) -> tuple[list[TokenMasks], list[RequestUpdate]]:
+        """What came of the masks since this was asked before; requests that waited for theirs may be scheduled again.
+
+        Returns: masks for the last stage, each after its microbatch, and the ends of requests for which none will come.
+        """
+        for request in self._guides.collect():
+            self._schedule_again(request)
+        ends = [
+            # A grammar that cannot go on ends the answer; one that could not even begin was never an answer.
+            self._end_early(request, "stop" if request.num_output_tokens else "abort", now_s)
+            for request in self._guides.take_failed()
+        ]
+        return self._guides.take_outgoing(), ends
+
+    def _schedule_again(self, request: ScheduledRequest) -> None:
+        """Its latest token went through the stages, but nothing was sampled for want of a mask."""
+        request.num_computed_tokens -= 1
+        self._running.sort_in(request)
 
     def _land(self, microbatch: Microbatch) -> None:
         for request_number in microbatch.request_numbers:

@@ -6,8 +6,9 @@ of the batch; rows are put together only to share passes over the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -17,7 +18,7 @@ from stageline.sampling import SamplerSpec, TokenLogprobs
 from stageline.worker.choice import choose
 from stageline.worker.leading_tokens import largest, select_rows
 from stageline.worker.logprobs import ROWS_AT_ONCE, token_logprobs
-from stageline.worker.sampler_rules import SampledRow, change_logits
+from stageline.worker.sampler_rules import SampledRow, allowed_tokens, change_logits
 from stageline.worker.token_history import TokenHistory
 
 
@@ -55,27 +56,37 @@ class Sampler:
 
         Raises: FrameError if a sampling row's request is not known.
         """
+        if microbatch.masked_rows:
+            return False
         return all(self._request(microbatch, row).spec.is_plain_greedy for row in microbatch.sampling_rows)
 
     @torch.inference_mode()
     def sample(
-        self, microbatch: Microbatch, logits: torch.Tensor
+        self,
+        microbatch: Microbatch,
+        logits: torch.Tensor,
+        sampling_rows: Sequence[int] | None = None,
+        masks: Mapping[int, bytes] = MappingProxyType({}),
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Choose one token per sampling row and add it to its request's history.
 
         Args:
             logits: float32 [sampling rows, vocab]; overwritten.
+            sampling_rows: some of the microbatch's, or None for all.
+            masks: by row, of the right length; the tokens that may be chosen there, whatever other rules say.
         Returns: token ids [sampling rows], and log-probabilities [sampling rows] or none if no row asked for them.
-        Raises: FrameError if a sampling row's request is not known.
+        Raises: FrameError if a sampling row's request is not known, or its mask allows nothing.
         """
-        rows = [self._sampled_row(microbatch, row) for row in microbatch.sampling_rows]
+        if sampling_rows is None:
+            sampling_rows = microbatch.sampling_rows
+        rows = [self._sampled_row(microbatch, row, masks.get(row)) for row in sampling_rows]
         self._check_shape(microbatch, logits, len(rows))
-        if all(row.spec.is_plain_greedy for row in rows):
+        if all(row.wants_the_likeliest for row in rows):
             token_ids: list[int] = largest(logits).tolist() if rows else []
             return token_ids, []
         told = [index for index, row in enumerate(rows) if row.spec.num_logprobs >= 0]
         unchanged = select_rows(logits, told)
-        if unchanged is logits and any(row.spec.changes_logits for row in rows):
+        if unchanged is logits and any(row.changes_logits for row in rows):
             unchanged = logits.clone()
         change_logits(logits, rows)
         token_ids = choose(logits, [row.spec for row in rows], [row.output_index for row in rows])
@@ -125,10 +136,15 @@ class Sampler:
                 runs.append((row, range(start, start + count), num_computed + 1))
         return runs
 
-    def _sampled_row(self, microbatch: Microbatch, row: int) -> SampledRow:
+    def _sampled_row(self, microbatch: Microbatch, row: int, mask: bytes | None) -> SampledRow:
         request = self._request(microbatch, row)
         num_tokens = microbatch.num_computed_tokens[row] + microbatch.num_scheduled_tokens[row]
-        return SampledRow(request.spec, request.history, num_tokens - request.num_prompt_tokens)
+        allowed = None
+        if mask is not None:
+            allowed = allowed_tokens(mask, self._vocab_size)
+            if not allowed.any():
+                raise FrameError(f"{microbatch}: the mask of row {row} allows no token")
+        return SampledRow(request.spec, request.history, num_tokens - request.num_prompt_tokens, allowed)
 
     def _request(self, microbatch: Microbatch, row: int) -> _SampledRequest:
         request = self._requests.get(microbatch.request_numbers[row])

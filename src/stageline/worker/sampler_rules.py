@@ -1,7 +1,8 @@
 """What a request's rules do to its logits before a token is chosen.
 
 One idea: every rule touches few of a row's logits, so each is written as (row, token id) pairs for all rows at once.
-Order, as in vLLM: allowed token ids, bad words, min_tokens, logit bias, penalties.
+Order, as in vLLM: masks, allowed token ids, bad words, min_tokens, logit bias, penalties. A rule that would leave no
+token to choose is passed over; a mask never is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stageline.sampling import SamplerSpec
@@ -23,11 +25,28 @@ class SampledRow:
     Args:
         history: None if no rule needs it.
         output_index: index in the output of the token to be chosen.
+        mask: bool [vocab] the tokens that may be chosen at all; None for all.
     """
 
     spec: SamplerSpec
     history: TokenHistory | None
     output_index: int
+    mask: npt.NDArray[np.bool_] | None = None
+
+    @property
+    def wants_the_likeliest(self) -> bool:
+        """Nothing but the largest logit is wanted, of all tokens."""
+        return self.mask is None and self.spec.is_plain_greedy
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.mask is not None or self.spec.changes_logits
+
+
+def allowed_tokens(mask: bytes, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """A mask's bits (see `stageline.pipeline.microbatch.TokenMasks`) as one bool per token."""
+    bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=vocab_size, bitorder="little")
+    return bits.view(np.bool_)
 
 
 def change_logits(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
@@ -36,16 +55,26 @@ def change_logits(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
     Args:
         logits: float32 [rows, vocab].
     """
+    _apply_masks(logits, rows)
     _keep_allowed(logits, rows)
     _forbid(logits, rows)
     _add_bias(logits, rows)
     _penalise(logits, rows)
 
 
+def _apply_masks(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
+    for index, row in enumerate(rows):
+        if row.mask is not None:
+            logits[index].masked_fill_(torch.from_numpy(~row.mask).to(logits.device), -torch.inf)
+
+
 def _keep_allowed(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
     for index, row in enumerate(rows):
-        if row.spec.allowed_token_ids:
-            allowed = torch.tensor(row.spec.allowed_token_ids, device=logits.device)
+        allowed_token_ids = row.spec.allowed_token_ids
+        if row.mask is not None and not row.mask[list(allowed_token_ids)].any():
+            continue
+        if allowed_token_ids:
+            allowed = torch.tensor(allowed_token_ids, device=logits.device)
             kept = logits[index, allowed]
             logits[index].fill_(-torch.inf)
             logits[index, allowed] = kept
@@ -69,10 +98,18 @@ def _forbidden_token_ids(row: SampledRow, vocab_size: int) -> list[int]:
         forbidden.update(row.spec.forbidden_before_min_tokens)
     if row.history is not None:
         forbidden.update(word[-1] for word in row.spec.bad_words if row.history.ends_with(word[:-1]))
-    allowed = row.spec.allowed_token_ids or range(vocab_size)
-    if all(token_id in forbidden for token_id in allowed):
+    if not forbidden or all(token_id in forbidden for token_id in _allowed_token_ids(row, vocab_size)):
         return []
     return list(forbidden)
+
+
+def _allowed_token_ids(row: SampledRow, vocab_size: int) -> Sequence[int]:
+    """What masks and allowed token ids leave."""
+    allowed = row.spec.allowed_token_ids
+    if row.mask is None:
+        return allowed or range(vocab_size)
+    masked: list[int] = np.flatnonzero(row.mask).tolist()
+    return [token_id for token_id in allowed if row.mask[token_id]] or masked
 
 
 def _add_bias(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:

@@ -6,7 +6,7 @@ announced, and *run* when its activations are there. Both happen in the microbat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,9 +19,17 @@ from stageline.clock import Clock, MonotonicClock
 from stageline.errors import FrameError
 from stageline.models.decoder import DecoderStage
 from stageline.models.family import WeightReader
-from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, check_microbatch
+from stageline.pipeline.microbatch import (
+    NO_TOKEN,
+    Microbatch,
+    MicrobatchLimits,
+    MicrobatchResult,
+    TokenMasks,
+    check_microbatch,
+)
 from stageline.sampling import TokenLogprobs
 from stageline.timeline.span import Span, SpanKind
+from stageline.worker.arrived_masks import ArrivedMasks
 from stageline.worker.device import synchronise
 from stageline.worker.input_buffers import InputBuffers
 from stageline.worker.kv_tensors import allocate_kv_tensors
@@ -77,6 +85,7 @@ class Stage:
         with torch.inference_mode():
             self._decoder = DecoderStage(spec, layers, reader, select_backend(self.device), max_model_len)
         self._sampler: Sampler | None = None
+        self._masks = ArrivedMasks(spec.vocab_size)
         self._limits: MicrobatchLimits | None = None
         self._buffers: InputBuffers | None = None
         self._timer: ItemTimer | None = None
@@ -104,6 +113,7 @@ class Stage:
         self._limits = limits
         self._buffers = InputBuffers(limits, self.device)
         self._sampler = Sampler(self._spec.vocab_size, self.device) if self.is_last else None
+        self._masks = ArrivedMasks(self._spec.vocab_size)
 
     def time_items(self, timer: ItemTimer) -> None:
         """Let `timer` follow every microbatch from now on."""
@@ -125,12 +135,26 @@ class Stage:
         assert self._limits is not None and self._buffers is not None, "allocate_kv comes first"
         check_microbatch(microbatch, self._limits)
         metadata = self._buffers.apply_and_build(microbatch)
+        if self.is_last:
+            self._masks.announce(microbatch)
         token_ids = torch.tensor(microbatch.token_ids, dtype=torch.int64, device=self.device) if self.is_first else None
         return PreparedMicrobatch(microbatch, metadata, token_ids)
 
+    def add_masks(self, masks: TokenMasks) -> None:
+        """Take masks for rows of a prepared microbatch; those of one that ran already are dropped.
+
+        Raises: FrameError if they are not what a microbatch asked for.
+        """
+        if not self.is_last:
+            raise FrameError(f"s{self._stage_index}: masks, but tokens are chosen on the last stage")
+        self._masks.add(masks)
+
     @torch.inference_mode()
     def run(
-        self, prepared: PreparedMicrobatch, hidden_states: torch.Tensor | None = None
+        self,
+        prepared: PreparedMicrobatch,
+        hidden_states: torch.Tensor | None = None,
+        before_sampling: Callable[[], None] | None = None,
     ) -> torch.Tensor | MicrobatchResult:
         """Compute a prepared microbatch; once for each, in order.
 
@@ -150,6 +174,8 @@ class Stage:
         synchronise(self.device)
         forward_end_s = self._clock.now_s()
         self._record_span("forward", microbatch, start_s, forward_end_s)
+        if before_sampling is not None and microbatch.masked_rows and self.is_last:
+            before_sampling()
         result = output if self._sampler is None else self._sample(self._sampler, microbatch, output)
         if isinstance(result, MicrobatchResult):
             self._record_span("sample", microbatch, forward_end_s, self._clock.now_s())
@@ -175,24 +201,37 @@ class Stage:
     def _sample(self, sampler: Sampler, microbatch: Microbatch, hidden_states: torch.Tensor) -> MicrobatchResult:
         """Logits are computed only where a token is sampled or a prompt's log-probabilities are wanted."""
         sampler.apply(microbatch)
-        row_ends = microbatch.row_ends
-        sampled = [row_ends[row] - 1 for row in microbatch.sampling_rows]
+        masks = self._masks.take(microbatch)
         prompt_logprobs = sampler.prompt_logprobs(microbatch, lambda rows: self._logits(hidden_states, rows))
+        late = set(microbatch.masked_rows) - masks.keys()
+        rows = [row for row in microbatch.sampling_rows if row not in late]
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
-        if sampled:
-            token_ids, logprobs = self._choose(sampler, microbatch, hidden_states, sampled)
+        if rows:
+            token_ids, logprobs = self._choose(sampler, microbatch, hidden_states, rows, masks)
+        if late:
+            chosen = dict(zip(rows, token_ids, strict=True))
+            described = dict(zip(rows, logprobs, strict=False))
+            token_ids = [chosen.get(row, NO_TOKEN) for row in microbatch.sampling_rows]
+            logprobs = [described.get(row) for row in microbatch.sampling_rows] if described else []
         return MicrobatchResult(microbatch.epoch, microbatch.number, token_ids, logprobs, prompt_logprobs)
 
     def _choose(
-        self, sampler: Sampler, microbatch: Microbatch, hidden_states: torch.Tensor, rows: Sequence[int]
+        self,
+        sampler: Sampler,
+        microbatch: Microbatch,
+        hidden_states: torch.Tensor,
+        rows: Sequence[int],
+        masks: Mapping[int, bytes],
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
-        """A token for each of these hidden states; where only the likeliest are wanted, logits may not be needed."""
+        """A token for each of these rows; where only the likeliest are wanted, logits may not be needed."""
+        row_ends = microbatch.row_ends
+        sampled = [row_ends[row] - 1 for row in rows]
         if sampler.is_plain_greedy(microbatch):
-            likeliest = self._decoder.likeliest(self._some(hidden_states, rows))
+            likeliest = self._decoder.likeliest(self._some(hidden_states, sampled))
             if likeliest is not None:
                 return likeliest.tolist(), []
-        return sampler.sample(microbatch, self._logits(hidden_states, rows))
+        return sampler.sample(microbatch, self._logits(hidden_states, sampled), rows, masks)
 
     def _logits(self, hidden_states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [rows, vocab] of some of the hidden states [tokens, hidden]."""

@@ -20,6 +20,9 @@ from stageline.errors import FrameError
 from stageline.executor.messages import (
     Allocate,
     Allocated,
+    AssignLayers,
+    Calibration,
+    CollectItemTimes,
     CollectSpans,
     Loading,
     Spans,
@@ -28,13 +31,22 @@ from stageline.executor.messages import (
     ToWorker,
     WorkerConfig,
 )
-from stageline.links.frames import MessageDecoder, activation_header, check_activation, encode_message, stage_times
+from stageline.links.frames import (
+    MessageDecoder,
+    activation_header,
+    check_activation,
+    encode_message,
+    sent_time_s,
+    stage_times,
+)
 from stageline.links.sockets import Links
-from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult
+from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
 from stageline.pipeline.partition import StageLayers
 from stageline.timeline.recorder import Recorder
 from stageline.timeline.span import Span, SpanKind
+from stageline.timeline.stage_counters import StageAccount, StageState
 from stageline.worker.build import build_stage
+from stageline.worker.measure import ItemTimer, calibrate
 from stageline.worker.stage import PreparedMicrobatch, Stage
 
 
@@ -52,10 +64,15 @@ class _Announced:
 
 
 class Worker:
-    """Loads one stage and runs what the engine announces."""
+    """Loads one stage and runs what the engine announces; `account` is told where its time goes."""
 
     def __init__(
-        self, config: WorkerConfig, links: Links, control: zmq.Socket[bytes], engine: zmq.Socket[bytes]
+        self,
+        config: WorkerConfig,
+        links: Links,
+        control: zmq.Socket[bytes],
+        engine: zmq.Socket[bytes],
+        account: StageAccount | None = None,
     ) -> None:
         self._config = config
         self._links = links
@@ -63,22 +80,32 @@ class Worker:
         self._engine = engine
         self._clock = MonotonicClock()
         self._recorder = Recorder()
+        self._account = account or StageAccount(config.stage_index)
+        self._waiting_since_s = 0.0
         self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
         self._announced: deque[_Announced] = deque()
+        self._postponed: ToWorker | None = None
         self._next_microbatch: tuple[int, int] | None = None
         self._num_received = 0
         self._num_sent = 0
         self._computing_s = self._slowest_s = 0.0
         self._is_stopping = False
+        self._timer: ItemTimer | None = None
         self._poller = zmq.Poller()
         self._poller.register(control, zmq.POLLIN)
 
     def run(self) -> None:
+        if self._config.calibration is not None:
+            self._calibrate(self._config.calibration)
+            if self._is_stopping:
+                return
         self._stage, report = self._load()
         self._open_neighbours()
         self._engine.send(encode_message(report))
         while True:
             free_since_s = self._clock.now_s()
+            self._account.enter(self._waiting_state(), free_since_s)
+            self._waiting_since_s = free_since_s
             hidden_states = self._wait_for_work()
             if self._is_stopping:
                 return
@@ -86,9 +113,20 @@ class Worker:
             microbatch = announced.prepared.microbatch
             self._record("receive_wait", microbatch, max(free_since_s, announced.since_s))
             start_s = self._clock.now_s()
-            output = self._stage.run(announced.prepared, hidden_states)
-            self._add_time(self._clock.now_s() - start_s)
+            self._account.enter("busy", start_s)
+            output = self._stage.run(announced.prepared, hidden_states, self._take_masks)
+            end_s = self._clock.now_s()
+            self._account.enter("blocked", end_s)
+            self._account.computed(
+                microbatch.num_rows, microbatch.num_decode_rows, microbatch.num_tokens, end_s - start_s
+            )
+            self._add_time(end_s - start_s)
             self._send(microbatch, output)
+
+    def _waiting_state(self) -> StageState:
+        if not self._announced:
+            return "idle"
+        return "preparing" if self._input is None else "starved"
 
     def _add_time(self, elapsed_s: float) -> None:
         """To what the stages before needed for the same microbatch."""
@@ -96,6 +134,35 @@ class Worker:
             self._computing_s = self._slowest_s = 0.0
         self._computing_s += elapsed_s
         self._slowest_s = max(self._slowest_s, elapsed_s)
+
+    def _calibrate(self, calibration: Calibration) -> None:
+        """Time a few layers, and hear which ones to load."""
+        config = self._config
+        checkpoint = open_checkpoint(config.model)
+        num_layers, last = checkpoint.spec.num_layers, config.num_stages - 1
+        times = calibrate(
+            checkpoint,
+            calibration,
+            config.stage_index,
+            is_first=config.stage_index == 0,
+            is_last=config.stage_index == last,
+            dtype=config.dtype,
+            device=config.device,
+            quantization=config.quantization,
+            clock=self._clock,
+        )
+        self._engine.send(encode_message(times))
+        message = self._decoder.decode(self._control.recv())
+        if isinstance(message, Stop):
+            self._is_stopping = True
+            return
+        if not isinstance(message, AssignLayers):
+            raise FrameError(f"a message {type(message).__name__} while this stage waits for its layers")
+        first, end = message.first_layer, message.end_layer
+        is_in_place = (first == 0) == (config.stage_index == 0) and (end == num_layers) == (config.stage_index == last)
+        if not (0 <= first < end <= num_layers and is_in_place):
+            raise FrameError(f"layers [{first}, {end}) of {num_layers} for stage {config.stage_index} of {last + 1}")
+        self._config = msgspec.structs.replace(config, first_layer=first, end_layer=end)
 
     def _load(self) -> tuple[Stage, StageLoaded]:
         config = self._config
@@ -133,8 +200,9 @@ class Worker:
         """Return when the oldest announced microbatch can run, with its input: None on the first stage, or to stop."""
         while True:
             can_run = bool(self._announced) and self._input is None
-            ready = dict(self._poller.poll(0 if can_run else None))
-            if self._control in ready:
+            is_postponed = self._postponed is not None
+            ready = dict(self._poller.poll(0 if can_run or is_postponed else None))
+            if self._control in ready or is_postponed:
                 self._take_control()
                 if self._is_stopping:
                     return None
@@ -144,18 +212,52 @@ class Worker:
                 return self._receive_activation(self._announced[0].prepared)
 
     def _take_control(self) -> None:
-        message = self._decoder.decode(self._control.recv())
+        self._account.enter("preparing", self._clock.now_s())
+        message, self._postponed = self._postponed, None
+        self._obey(message or self._decoder.decode(self._control.recv()))
+        self._account.enter(self._waiting_state(), self._clock.now_s())
+
+    def _take_masks(self) -> None:
+        """Those that came while this stage computed, and the microbatches announced before them; nothing else now."""
+        while self._postponed is None and self._control.poll(0):
+            message = self._decoder.decode(self._control.recv())
+            if isinstance(message, Microbatch | TokenMasks):
+                self._obey(message)
+            else:
+                self._postponed = message
+
+    def _obey(self, message: ToWorker) -> None:
         if isinstance(message, Microbatch):
             self._check_turn(message)
             prepared = self._stage.prepare(message)
             self._announced.append(_Announced(prepared, self._clock.now_s()))
+        elif isinstance(message, TokenMasks):
+            self._stage.add_masks(message)
         elif isinstance(message, Allocate):
             self._allocate(message.limits)
         elif isinstance(message, CollectSpans):
             spans = self._recorder.spans(message.since_s)
             self._engine.send(encode_message(Spans(self._config.stage_index, spans)))
+        elif isinstance(message, CollectItemTimes):
+            self._send_item_times()
         elif isinstance(message, Stop):
             self._is_stopping = True
+        else:
+            raise FrameError(f"a message {type(message).__name__}, but this stage has its layers")
+
+    def _send_item_times(self) -> None:
+        """Of the microbatches since it was asked before; from now on for the next time."""
+        config = self._config
+        timer, self._timer = self._timer, ItemTimer(
+            config.stage_index,
+            range(config.first_layer, config.end_layer),
+            config.stage_index == 0,
+            config.stage_index == config.num_stages - 1,
+            self._stage.device,
+            self._clock,
+        )
+        self._stage.time_items(self._timer)
+        self._engine.send(encode_message((timer or self._timer).times()))
 
     def _check_turn(self, microbatch: Microbatch) -> None:
         """A microbatch that is lost, repeated or forged would make this stage's KV cache silently wrong."""
@@ -182,6 +284,7 @@ class Worker:
         # All that loading left lives as long as the process: the collector need not look at it between microbatches.
         gc.collect()
         gc.freeze()
+        self._account.start(self._clock.now_s())
         self._engine.send(encode_message(Allocated(self._config.stage_index)))
 
     def _receive_activation(self, prepared: PreparedMicrobatch) -> torch.Tensor:
@@ -197,6 +300,10 @@ class Worker:
         )
         self._num_received += 1
         self._computing_s, self._slowest_s = stage_times(frames[0])
+        sent_s = sent_time_s(frames[0])
+        # What was sent before this stage waited lay ready for a time that is not the link's.
+        latency_s = self._clock.now_s() - sent_s if sent_s >= self._waiting_since_s else None
+        self._account.received(len(body), latency_s)
         return torch.frombuffer(body, dtype=dtype).view(shape)
 
     def _send(self, microbatch: Microbatch, output: torch.Tensor | MicrobatchResult) -> None:
@@ -206,10 +313,12 @@ class Worker:
         else:
             assert self._output is not None
             header = activation_header(
-                microbatch.epoch, microbatch.number, self._num_sent, self._computing_s, self._slowest_s
+                microbatch.epoch, microbatch.number, self._num_sent, self._computing_s, self._slowest_s, start_s
             )
-            self._output.send_multipart([header, tensor_bytes(output)], copy=False)
+            body = tensor_bytes(output)
+            self._output.send_multipart([header, body], copy=False)
             self._num_sent += 1
+            self._account.sent(body.nbytes)
         self._record("send", microbatch, start_s)
 
     def _record(self, kind: SpanKind, microbatch: Microbatch, start_s: float) -> None:

@@ -1,0 +1,118 @@
+"""Computes masks in threads of their own, while the engine does other things, and says when some are there.
+
+One idea: a guide is in one pair of hands at a time. It is handed in, a thread works on it, and it comes back through
+`finished`; then it may be advanced and handed in again. Compiling has a thread for itself: a grammar that takes seconds
+keeps other beginners waiting, but no request that is on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
+
+from stageline.errors import RequestError
+from stageline.grammar.step import Step
+from stageline.request import GrammarSpec
+
+logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 4
+
+
+class TokenMatcher(Protocol):
+    """What is needed of `stageline.grammar.compiler.Matcher`."""
+
+    def mask(self) -> bytes | None: ...
+
+    def advance(self, token_id: int) -> Step: ...
+
+
+class MatcherSource(Protocol):
+    """What is needed of `stageline.grammar.compiler.GrammarCompiler`."""
+
+    def new_matcher(self, spec: GrammarSpec) -> tuple[TokenMatcher, bytes]: ...
+
+
+@dataclass(eq=False)
+class Guide:
+    """One completion's way through its grammar.
+
+    Args:
+        matcher: None until the grammar is compiled.
+        mask: of the next token; None while it is being computed.
+        failure: why there will be no mask; the way ends here.
+    """
+
+    spec: GrammarSpec
+    matcher: TokenMatcher | None = None
+    mask: bytes | None = None
+    failure: str | None = None
+
+
+class MaskPool:
+    """Args:
+    source: compiles grammars.
+    ring: called from a thread when a guide has come back.
+    """
+
+    def __init__(self, source: MatcherSource, ring: Callable[[], None]) -> None:
+        self._source = source
+        self._ring = ring
+        self._finished: deque[Guide] = deque()
+        self._new: SimpleQueue[Guide | None] = SimpleQueue()
+        self._under_way: SimpleQueue[Guide | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def compute(self, guide: Guide) -> None:
+        """Let its next mask be computed; it is not to be touched until it comes back."""
+        if not self._threads:
+            self._start_threads()
+        guide.mask = None
+        (self._new if guide.matcher is None else self._under_way).put(guide)
+
+    def finished(self) -> list[Guide]:
+        """The guides that came back since this was asked before: each has a mask or a failure."""
+        guides = []
+        while self._finished:
+            guides.append(self._finished.popleft())
+        return guides
+
+    def close(self) -> None:
+        """Let the threads end; none is waited for."""
+        for _ in self._threads:
+            self._new.put(None)
+            self._under_way.put(None)
+
+    def _start_threads(self) -> None:
+        num_threads = max(2, min(_MOST_THREADS, os.cpu_count() or 1))
+        for queue in [self._new, *[self._under_way] * num_threads]:
+            # Daemons: whoever leaves need not wait for a mask that nobody wants any more.
+            self._threads.append(threading.Thread(target=self._work, args=(queue,), name="masks", daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self, queue: SimpleQueue[Guide | None]) -> None:
+        while (guide := queue.get()) is not None:
+            try:
+                self._compute(guide)
+            except RequestError as error:
+                guide.failure = str(error)
+            except Exception as error:
+                logger.exception("a mask could not be computed")
+                guide.failure = f"{type(error).__name__}: {error}"
+            self._finished.append(guide)
+            self._ring()
+
+    def _compute(self, guide: Guide) -> None:
+        if guide.matcher is None:
+            guide.matcher, guide.mask = self._source.new_matcher(guide.spec)
+        elif (mask := guide.matcher.mask()) is not None:
+            guide.mask = mask
+        else:
+            guide.failure = f"{guide.spec.field} has become too complex at this point of the answer"
