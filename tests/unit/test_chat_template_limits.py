@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stageline.checkpoint.chat_template import ChatTemplate, client_variables
+from stageline.checkpoint.chat_template import ChatTemplate, ObjectOrText, client_variables
 from stageline.checkpoint.template_meter import RenderLimits
 from stageline.errors import CheckpointError, RequestError
 
@@ -136,6 +136,19 @@ def test_a_template_slow_only_with_many_messages_is_stopped_by_them() -> None:
 )
 def test_a_measured_template_renders_as_jinja_does(template: str, expected: str) -> None:
     assert ChatTemplate(template, "given as text").render(MESSAGES, True, {}) == expected
+
+
+def test_a_calls_arguments_are_an_object_and_where_text_is_wanted_its_json() -> None:
+    messages = [{"role": "assistant", "arguments": ObjectOrText({"a": "é"})}]
+    cases = {
+        "{% for k, v in m.arguments.items() %}{{ k }}={{ v }}{% endfor %}": "a=é",
+        "{{ m.arguments | tojson }}{{ m.arguments is string }}{{ m.arguments.a }}": '{"a": "é"}Falseé',
+        "{{ '<' + m.arguments + '>' }}": '<{"a": "é"}>',
+        "{{ '<' ~ m.arguments ~ '>' }}{{ m.arguments }}": '<{"a": "é"}>{"a": "é"}',
+    }
+    for source, expected in cases.items():
+        template = ChatTemplate("{% set m = messages[0] %}" + source, "given as text")
+        assert template.render(messages, True, {}) == expected
 
 
 @given(st.lists(st.text(max_size=50), min_size=1, max_size=10))

@@ -32,6 +32,19 @@ _VARIABLES_OF_THE_SERVER = frozenset({"add_generation_prompt", "continue_final_m
 _WIDE_DATE = re.compile(r"%[^A-Za-z%]*[0-9]")
 
 
+class ObjectOrText(dict[str, Any]):
+    """A call's arguments, as most templates want them: an object. Others add them to text; there they are JSON."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: object) -> str:
+        return str(self) + text if isinstance(text, str) else NotImplemented
+
+    def __radd__(self, text: object) -> str:
+        return text + str(self) if isinstance(text, str) else NotImplemented
+
+
 class _GenerationBlocks(jinja2.ext.Extension):
     """`{% generation %}` marks assistant text for training; here its body is rendered as if the tags were not there."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from stageline.checkpoint.chat_template import ObjectOrText
 from stageline.errors import RequestError
 from stageline.server.answer_parsing.prompt_tools import tools_as_text
 from stageline.server.errors import bad_request
@@ -147,7 +148,8 @@ def template_call(call: ToolCall, field: str) -> dict[str, Any]:
     except (msgspec.DecodeError, RecursionError) as error:
         where = f"{field}.function.arguments"
         raise bad_request(f"{where} must be a JSON object as text: {error}", where) from error
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    function = {"name": call.function.name, "arguments": ObjectOrText(arguments)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -45,7 +45,6 @@ _SAME_NAME = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "seed", "chat_template_kwargs", "priority", "cache_salt",
 )  # fmt: skip
-_Value = TypeVar("_Value")
 # How a chat request calls what a request for a response calls otherwise.
 _FIELD_NAMES = [
     (re.compile(r"\btools\[(\d+)\]\.function\b"), r"tools[\1]"),
@@ -136,14 +135,14 @@ def _messages_of_items(items: Sequence[InputItem]) -> list[ChatMessage]:
                 reasoning = None
             messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), _call_of(item, field)]
         elif kind == "function_call_output":
-            output = _text_of(_required(item.output, f"{field}.output"), f"{field}.output")
+            output = _required_text(item.output, f"{field}.output")
             call_id = _required(item.call_id, f"{field}.call_id")
             messages.append(ChatMessage(role="tool", content=output, tool_call_id=call_id))
         elif kind == "message":
-            role = _required(item.role, f"{field}.role")
-            content = _text_of(_required(item.content, f"{field}.content"), f"{field}.content")
-            messages.append(ChatMessage(role=role, content=content))
-            if role == "assistant":
+            _required(item.role, f"{field}.role")
+            content = _required_text(item.content, f"{field}.content")
+            messages.append(ChatMessage(role=item.role or "user", content=content))
+            if item.role == "assistant":
                 messages[-1].reasoning_content, reasoning = reasoning, None
         else:
             raise bad_request(
@@ -166,10 +165,20 @@ def _call_of(item: InputItem, field: str) -> ToolCall:
     return ToolCall(id=_required(item.call_id, f"{field}.call_id"), function=function)
 
 
-def _required(value: _Value | None, field: str) -> _Value:
+def _required(value: str | None, field: str) -> str:
     if value is None:
-        raise bad_request(f"{field} is required but missing", field)
+        raise _missing(field)
     return value
+
+
+def _missing(field: str) -> ApiError:
+    return bad_request(f"{field} is required but missing", field)
+
+
+def _required_text(content: str | list[InputPart] | None, field: str) -> str:
+    if content is None:
+        raise _missing(field)
+    return _text_of(content, field)
 
 
 def _text_of(content: str | Sequence[InputPart], field: str) -> str:

@@ -12,6 +12,7 @@ from stageline.checkpoint.tokenizer import load_tokenizer
 from stageline.config.engine_config import EngineConfig
 from stageline.config.serve_config import ServeConfig
 from stageline.engine.startup import check_before_start
+from stageline.server.answer_parsing import choose_answer_style
 from stageline.server.listening_socket import BACKLOG, bind, url_of
 from stageline.server.preflight import make_ssl_context, with_all_api_keys
 from stageline.server.supervisor import Supervisor
@@ -28,7 +29,8 @@ def serve(engine: EngineConfig, serve: ServeConfig) -> None:
     with bind(config) as listening:
         checkpoint = open_checkpoint(engine.check().model)
         check_before_start(engine, checkpoint)
-        load_tokenizer(checkpoint, engine.tokenizer, engine.chat_template)
+        tokenizer = load_tokenizer(checkpoint, engine.tokenizer, engine.chat_template)
+        choose_answer_style(tokenizer, config, config.served_model_name)
         listening.listen(BACKLOG)
         url = url_of(listening, is_tls=tls is not None)
         Supervisor(engine, config, checkpoint.path, listening, url, began_s).run()

@@ -1,7 +1,8 @@
 """Tools that a request declares: checked, and turned into the form of an answer that must call one of them.
 
 One idea: an answer that must be a call is made to be JSON by the sampler, whatever the model's own style. A named
-function's answer is its arguments; where any of several may be called, it is an array of names and arguments.
+function's answer is its arguments; where any of several may be called, it is an array of names and arguments. Without
+line breaks and spaces between them, of which small models, once free to choose, write any number.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def structured_outputs_of_tool_choice(
         return None
     if isinstance(choice, NamedToolChoice):
         [chosen] = [tool for tool in tools if tool.function.name == choice.function.name]
-        return StructuredOutputs(json=arguments_schema(chosen))
+        return StructuredOutputs(json=arguments_schema(chosen), disable_any_whitespace=True)
     parts = {f"arguments_{index}": arguments_schema(tool) for index, tool in enumerate(tools)}
     calls = [_call_schema(tool.function.name, part) for tool, part in zip(tools, parts, strict=True)]
     schema = {
@@ -104,7 +105,7 @@ def structured_outputs_of_tool_choice(
         "items": calls[0] if len(calls) == 1 else {"anyOf": calls},
         "$defs": {part: _moved(arguments, f"#/$defs/{part}") for part, arguments in parts.items()},
     }
-    return StructuredOutputs(json=schema)
+    return StructuredOutputs(json=schema, disable_any_whitespace=True)
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
