@@ -43,6 +43,7 @@ from stageline.links.sockets import Links
 from stageline.log import open_standard_streams, set_up_logging
 
 _LAST_WORDS_S = 2.0
+"""How long clients have to take them; one that is gone never will."""
 
 
 def main() -> int:
@@ -52,6 +53,7 @@ def main() -> int:
     links = Links()
     clients = [links.sender(client_address(config.folder, index)) for index in range(config.num_clients)]
     engine = _Engine(config, links, clients, owner_fd)
+    patience_s = 0.0
     try:
         set_up_logging(config.log_level)
         engine.run()
@@ -60,9 +62,10 @@ def main() -> int:
         if not isinstance(error, StagelineError) or isinstance(error, InternalError):
             traceback.print_exception(error)
         engine.tell_all(EngineFailed(ErrorReport.of(error)))
+        patience_s = _LAST_WORDS_S
         return 1
     finally:
-        links.close(linger_s=_LAST_WORDS_S)
+        links.close(patience_s)
 
 
 def _read_config() -> tuple[EngineProcessConfig, int]:
@@ -94,12 +97,12 @@ class _Engine:
         pipeline = start_pipeline(config.engine, checkpoint, self._clock, self._on_progress)
         core = pipeline.core
         try:
-            core.wake_on(incoming)
             responder.watch(core)
             self._warm_up(pipeline, checkpoint.spec.vocab_size)
             # What loading left behind is for ever: the collector need not look at it again and again.
             gc.collect()
             gc.freeze()
+            core.wake_on(incoming)
             self.tell_all(EngineReady(pipeline.table))
             self._serve(pipeline, checkpoint, incoming)
         finally:

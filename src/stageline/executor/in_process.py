@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from stageline.worker.measure import ItemTimer
     from stageline.worker.stage import Stage
 
+_LONGEST_WAIT_S = 3600.0
+"""What waits longer is called again; a poll takes no number of milliseconds beyond 31 bits."""
+
 
 class InProcessExecutor:
     """See `stageline.executor.executor.Executor`. A microbatch runs through all stages while it is waited for."""
@@ -131,8 +134,8 @@ class InProcessExecutor:
         return output.after(sum(elapsed_s), max(elapsed_s))
 
     def _wait_for_a_wake(self, until_s: float | None) -> None:
-        patience_s = None if until_s is None else max(0.0, until_s - self._clock.now_s())
-        self._poller.poll(None if patience_s is None else math.ceil(patience_s * 1000))
+        patience_s = _LONGEST_WAIT_S if until_s is None else until_s - self._clock.now_s()
+        self._poller.poll(math.ceil(min(max(0.0, patience_s), _LONGEST_WAIT_S) * 1000))
         self.wakeup.heard()
 
     def _check_alive(self) -> None:
