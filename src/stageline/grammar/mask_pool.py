@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_THREADS = 4
 
+_GOODBYE_S = 0.5
+"""More than a mask takes."""
+
 
 class TokenMatcher(Protocol):
     """What is needed of `stageline.grammar.compiler.Matcher`."""
@@ -84,10 +87,13 @@ class MaskPool:
         return guides
 
     def close(self) -> None:
-        """Let the threads end; none is waited for."""
+        """Let the threads end. One that is busy is not waited for long."""
         for _ in self._threads:
             self._new.put(None)
             self._under_way.put(None)
+        for thread in self._threads:
+            thread.join(_GOODBYE_S)
+        self._threads = []
 
     def _start_threads(self) -> None:
         num_threads = max(2, min(_MOST_THREADS, os.cpu_count() or 1))
