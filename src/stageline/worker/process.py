@@ -22,6 +22,7 @@ from stageline.links.child_process import read_message
 from stageline.links.frames import encode_message
 from stageline.links.sockets import Links
 from stageline.log import set_up_logging
+from stageline.timeline.stage_counters import StageAccount
 from stageline.worker.responder import start_responder
 
 _LAST_WORDS_S = 2.0
@@ -39,8 +40,9 @@ def main() -> int:
     try:
         set_up_logging(config.log_level, config.stage_index)
         control = links.receiver(config.control_address)
-        start_responder(config.stage_index, config.ping_address, config.engine_address, config.socket_folder)
-        _run(config, links, control, engine)
+        account = StageAccount(config.stage_index)
+        start_responder(config.stage_index, config.ping_address, config.engine_address, config.socket_folder, account)
+        _run(config, links, control, engine, account)
         return 0
     except BaseException as error:
         engine.send(encode_message(_last_words(config.stage_index, error)))
@@ -59,14 +61,20 @@ def _wake_when_the_engine_dies() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
-def _run(config: WorkerConfig, links: Links, control: zmq.Socket[bytes], engine: zmq.Socket[bytes]) -> None:
+def _run(
+    config: WorkerConfig,
+    links: Links,
+    control: zmq.Socket[bytes],
+    engine: zmq.Socket[bytes],
+    account: StageAccount,
+) -> None:
     if config.cores:
         os.sched_setaffinity(0, config.cores)
     from stageline.worker.device import set_threads
     from stageline.worker.worker import Worker
 
     set_threads(config.num_threads)
-    Worker(config, links, control, engine).run()
+    Worker(config, links, control, engine, account).run()
 
 
 def _read_config() -> WorkerConfig:

@@ -1,4 +1,4 @@
-"""The thread of a stage's process that is never busy: answers pings, and leaves when the engine is gone."""
+"""The thread of a stage's process that is never busy: answers pings, tells counters, leaves when the engine is gone."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ import sys
 import threading
 from contextlib import suppress
 
+import psutil
 import zmq
 
-from stageline.executor.messages import Pong
-from stageline.links.frames import encode_message
+from stageline.clock import MonotonicClock
+from stageline.errors import FrameError
+from stageline.executor.messages import Ping, Pong, ToResponder
+from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links
+from stageline.timeline.stage_counters import StageAccount, StageCounters
 
 
-def start_responder(stage_index: int, ping_address: str, engine_address: str, socket_folder: str) -> None:
+def start_responder(
+    stage_index: int, ping_address: str, engine_address: str, socket_folder: str, account: StageAccount
+) -> None:
     """Start the thread. It needs no stopping: it ends with the process.
 
     Standard input ends when the engine does, however it does; nothing this process still computes is of use then.
@@ -25,6 +31,7 @@ def start_responder(stage_index: int, ping_address: str, engine_address: str, so
     pings = links.receiver(ping_address)
     answers = links.sender(engine_address)
     pong = encode_message(Pong(stage_index))
+    decoder: MessageDecoder[ToResponder] = MessageDecoder(ToResponder)
     signs_of_the_end = _signs_of_the_end()
 
     def respond() -> None:
@@ -36,10 +43,17 @@ def start_responder(stage_index: int, ping_address: str, engine_address: str, so
             if not ready.keys().isdisjoint(signs_of_the_end):
                 shutil.rmtree(socket_folder, ignore_errors=True)
                 os._exit(1)
-            pings.recv()
-            answers.send(pong)
+            try:
+                asked = decoder.decode(pings.recv())
+            except FrameError:
+                continue  # not of this engine; a question that is not understood is not answered
+            answers.send(pong if isinstance(asked, Ping) else encode_message(_counters(account)))
 
     threading.Thread(target=respond, name="responder", daemon=True).start()
+
+
+def _counters(account: StageAccount) -> StageCounters:
+    return account.snapshot(MonotonicClock().now_s(), psutil.Process().memory_info().rss)
 
 
 def _signs_of_the_end() -> list[int]:
