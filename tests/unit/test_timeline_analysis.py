@@ -33,6 +33,9 @@ def test_the_shares_of_a_drawn_pipeline_are_exact() -> None:
     first, last = report.stages
     assert (first.busy_s, first.waiting_for_input_s, first.blocked_on_output_s, first.idle_s) == (4.0, 0.0, 0.5, 1.5)
     assert (last.busy_s, last.waiting_for_input_s, last.blocked_on_output_s, last.idle_s) == (4.0, 2.0, 0.0, 0.0)
+    # s1 waits while s0 computes its input; after its last send s0 idles while m1 is still on s1.
+    assert (last.starved_s, last.in_transit_s) == (2.0, 0.0)
+    assert (first.underfilled_s, first.unused_s) == (1.5, 0.0)
     assert first.bubble_fraction == pytest.approx(1 / 3)
     assert report.bubble_fraction == pytest.approx(1 / 3)
     assert (report.num_microbatches, report.num_tokens) == (2, 8)
@@ -41,6 +44,21 @@ def test_the_shares_of_a_drawn_pipeline_are_exact() -> None:
 def test_the_slowest_stage_is_the_busiest() -> None:
     spans = [_span(0, 0, "forward", 0, 1), _span(1, 0, "forward", 1, 4), _span(2, 0, "forward", 4, 5)]
     assert analyse(spans, 3).slowest_stage == 1
+
+
+def test_waiting_for_a_computed_input_is_the_hop_and_idling_without_work_is_no_want_of_it() -> None:
+    spans = [
+        _span(-1, 0, "schedule", 0.0, 0.0),
+        _span(0, 0, "forward", 0.0, 2.0),
+        _span(1, 0, "receive_wait", 0.0, 3.0),
+        _span(1, 0, "forward", 3.0, 4.0),
+        _span(-1, 1, "schedule", 9.0, 9.0),
+        _span(0, 1, "forward", 9.0, 10.0),
+    ]
+    first, last = analyse(spans, 2, 0.0, 10.0).stages
+    assert (last.starved_s, last.in_transit_s) == (2.0, 1.0)
+    assert (last.underfilled_s, last.unused_s) == (1.0, 5.0)
+    assert (first.underfilled_s, first.unused_s) == (2.0, 5.0)
 
 
 def test_a_given_window_cuts_spans_at_its_ends() -> None:
@@ -86,11 +104,16 @@ def test_the_four_shares_sum_to_the_window(spans: list[Span]) -> None:
         assert min(shares) >= -1e-9
         assert sum(shares) == pytest.approx(stage.window_s, abs=1e-9)
         assert -1e-9 <= stage.bubble_fraction <= 1 + 1e-9
+        assert -1e-9 <= stage.starved_s <= stage.waiting_for_input_s + 1e-9
+        assert -1e-9 <= stage.underfilled_s <= stage.idle_s + 1e-9
 
 
 def test_the_table_has_a_row_per_stage_and_names_the_slowest() -> None:
     lines = format_report(analyse(TWO_STAGES, 2)).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
+    assert lines[-2] == (
+        "bubble by reason: starved 16.7%, hops 0.0%, blocked on output 4.2%, too little in flight 12.5%, no work 0.0%"
+    )
     assert lines[1].split() == ["s0", "2", "8", "66.7%", "0.0%", "8.3%", "25.0%", "33.3%"]
     assert "slowest stage s0" in lines[-1]
     assert len({len(line) for line in lines[:3]}) == 1

@@ -8,15 +8,29 @@ _HEADINGS = ("stage", "microbatches", "tokens", "busy", "waiting for input", "bl
 
 
 def format_report(report: PipelineReport) -> str:
-    """One row per stage, times as shares of the window, and a closing line; no newline at the end."""
+    """One row per stage, times as shares of the window, and two closing lines; no newline at the end."""
     rows = [_HEADINGS, *(_row(stage) for stage in report.stages)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines.append(f"bubble by reason: {_reasons(report)}")
     lines.append(
         f"window {report.window_s:.2f} s, bubble {report.bubble_fraction:.1%} of all stage time, "
         f"slowest stage s{report.slowest_stage}"
     )
     return "\n".join(lines)
+
+
+def _reasons(report: PipelineReport) -> str:
+    """Shares of all stage time."""
+    all_s = sum(stage.window_s for stage in report.stages)
+    reasons = {
+        "starved": sum(stage.starved_s for stage in report.stages),
+        "hops": sum(stage.in_transit_s for stage in report.stages),
+        "blocked on output": sum(stage.blocked_on_output_s for stage in report.stages),
+        "too little in flight": sum(stage.underfilled_s for stage in report.stages),
+        "no work": sum(stage.unused_s for stage in report.stages),
+    }
+    return ", ".join(f"{name} {time_s / all_s if all_s > 0 else 0.0:.1%}" for name, time_s in reasons.items())
 
 
 def _row(stage: StageReport) -> tuple[str, ...]:
