@@ -137,6 +137,7 @@ NO_CALLS = [
     ("pythonic", "[f(a=" + "(" * 5000 + ")" * 5000 + ")]"),
     ("pythonic", "[f(a=0x" + "f" * 9000 + ")]"),
     ("pythonic", "[]"),
+    ("pythonic", "[" + "f" * 300 + "(a=1)]"),
     ("mistral", "[TOOL_CALLS]unknown{}"),
     ("mistral", "[TOOL_CALLS] " + "x" * 300),
     ("mistral", "[TOOL_CALLS]f [1]"),

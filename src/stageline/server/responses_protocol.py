@@ -193,7 +193,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     previous_response_id: Annotated[Any, _NULL_ONLY] = None
     conversation: Annotated[Any, _NULL_ONLY] = None
     prompt: Annotated[Any, _NULL_ONLY] = None
-    background: Annotated[bool | None, Meta(extra_json_schema={"const": False})] = None
+    background: Annotated[bool | None, Meta(extra_json_schema={"enum": [False, None]})] = None
 
     top_k: Annotated[int | None, at_least(-1)] = None
     min_p: Annotated[float | None, between(0, 1)] = None

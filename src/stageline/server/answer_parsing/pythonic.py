@@ -11,6 +11,7 @@ from stageline.server.answer_parsing.call_writer import CallWriter
 from stageline.server.answer_parsing.tool_parsers import ToolParser
 
 _NAME_SO_FAR = re.compile(r"\s*(?:[A-Za-z_][A-Za-z0-9_.]*\s*)?")
+_LONGEST_NAME = 200
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -74,7 +75,8 @@ class PythonCallsReader:
             self._depth = 1
             self.is_broken = not self._writer.knows(self._call.strip())
         elif self._depth == 0:
-            self.is_broken = not _NAME_SO_FAR.fullmatch(self._call + char)
+            is_long = len(self._call) >= _LONGEST_NAME
+            self.is_broken = is_long or not _NAME_SO_FAR.fullmatch(self._call + char)
         elif char in "\"'":
             self._quote = char
         elif char in _OPENING:
