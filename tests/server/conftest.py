@@ -25,6 +25,7 @@ def api_server(smollm2_gguf: Path) -> Iterator[Served]:
     flags = ["-pp", "2", "--served-model-name", f"{MODEL},other-name", "--max-model-len", str(MAX_MODEL_LEN)]
     flags += ["--dtype", "bfloat16"]
     flags += ["--max-body-bytes", str(MAX_BODY_BYTES), "--kv-cache-memory", "256MiB", "--api-key", f"another-key,{KEY}"]
+    flags += ["--reasoning-parser", "think"]  # the model has no reasoning of its own; a prompt can put it into some
     with serving(str(smollm2_gguf), *flags) as server:
         server.wait_until_ready()
         yield server

@@ -120,6 +120,20 @@ def test_the_tools_and_the_results_of_calls_reach_the_model(client: openai.OpenA
     assert answer.usage.prompt_tokens > bare.usage.prompt_tokens + 20
 
 
+def test_what_follows_a_prompt_that_begins_reasoning_is_reasoning_until_it_ends(client: openai.OpenAI) -> None:
+    messages = [*ASKED, {"role": "assistant", "content": "<think>"}]
+    extra = {"continue_final_message": True, "ignore_eos": True}
+    asked = {"messages": messages, "tools": openai.omit, "max_completion_tokens": 8}
+    message = ask(client, **asked, extra_body=extra).choices[0].message
+    assert message.reasoning_content and message.content == ""
+    deltas = [chunk.choices[0].delta for chunk in ask(client, **asked, extra_body=extra, stream=True)]
+    thoughts = [delta.reasoning_content for delta in deltas if getattr(delta, "reasoning_content", None)]
+    assert len(thoughts) > 1 and "".join(thoughts) == message.reasoning_content
+    assert not any(delta.content for delta in deltas)
+    silent = ask(client, **asked, extra_body={**extra, "include_reasoning": False}).choices[0].message
+    assert not hasattr(silent, "reasoning_content") and silent.content == ""
+
+
 def test_the_name_of_no_parser_is_refused_before_anything_starts(smollm2_gguf: Path) -> None:
     for flag, settings in (("tool-call", {"tool_call_parser": "what"}), ("reasoning", {"reasoning_parser": "what"})):
         with pytest.raises(ConfigError, match=f"--{flag}-parser what is not known; give one of auto, none, "):
