@@ -147,11 +147,20 @@ def test_load_tells_what_runs_now(client: openai.OpenAI, http: httpx.Client) -> 
         assert scrape(http)["vllm:num_requests_running", ()] == 1
 
 
-def test_routers_and_browsers_get_the_format_that_they_ask_for(http: httpx.Client) -> None:
-    accepted = "application/openmetrics-text; version=1.0.0"
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+        "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.5,text/plain;version=1.0.0;q=0.4",
+        "text/html",
+    ],
+)
+def test_names_keep_their_colons_whatever_format_is_asked_for(http: httpx.Client, accepted: str) -> None:
+    """The first two are what Prometheus 2 and 3 send."""
     response = http.get("/metrics", headers={"Accept": accepted})
-    assert response.headers["content-type"].startswith("application/openmetrics-text")
-    assert response.text.endswith("# EOF\n")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert "\nvllm:num_requests_running{" in response.text and "\nstageline:ready{" in response.text
 
 
 def test_both_are_described(http: httpx.Client, api_server: Served) -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.routing import Route
 
 from stageline.engine.stats import StatsCollector
 from stageline.server.exposition import engine_families
 from stageline.server.http_counters import HttpCounters
-from stageline.server.metrics import ready_families
+from stageline.server.metrics import process_families, ready_families
 from tests.unit.stats_examples import MAX_MODEL_LEN, microbatch, read_back, snapshot
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
@@ -42,8 +41,8 @@ def exported() -> dict[str, set[str]]:
     counters.opened("/load")
     counters.closed("/load", "GET", "200", 0.1)
     stats = snapshot(StatsCollector(MAX_MODEL_LEN, now_s=0.0), (microbatch(1),))
-    process = list(ProcessCollector(registry=CollectorRegistry()).collect())
-    families = read_back([*engine_families(stats, "m"), *ready_families("m", True), *counters.families(), *process])
+    own = [*ready_families("m", True), *process_families(), *counters.families()]
+    families = read_back([*engine_families(stats, "m"), *own])
     return {sample.name: set(sample.labels) for family in families.values() for sample in family.samples}
 
 

@@ -23,6 +23,9 @@ _OTHER = "other"
 _UNANSWERED = "499"
 """The status of a request whose client left before there was one, as web servers log it."""
 
+API_PROCESS = {"api_process": f"{os.getpid()}"}
+"""The label of what is true of this process alone: others may answer on the same port."""
+
 _DURATION_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -66,7 +69,7 @@ class HttpCounters:
 
     def families(self) -> list[Metric]:
         """Labelled with the process: others on the same port count for themselves."""
-        page = Exposition({"api_process": f"{os.getpid()}"})
+        page = Exposition(API_PROCESS)
         page.counter(
             "http_requests",
             "Requests answered.",

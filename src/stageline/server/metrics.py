@@ -9,8 +9,7 @@ import asyncio
 import logging
 
 import msgspec
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import Metric
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,13 +19,14 @@ from stageline.engine.stats import EngineStats
 from stageline.errors import StagelineError
 from stageline.server.errors import JSON
 from stageline.server.exposition import Exposition, engine_families
-from stageline.server.http_counters import HttpCounters
+from stageline.server.http_counters import API_PROCESS, HttpCounters
 from stageline.server.operations import Operation
 from stageline.server.routing import endpoint
 from stageline.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
+_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 _PATIENCE_S = 5.0
 """How long the engine may take to answer; a scrape usually gives up after ten seconds."""
 
@@ -61,8 +61,8 @@ def routes(state: ServerState, counters: HttpCounters) -> list[Route]:
     counters: what this process answers over HTTP.
     """
 
-    async def metrics(state: ServerState, http: Request) -> Response:
-        return await show_metrics(state, http, counters)
+    async def metrics(state: ServerState, _http: Request) -> Response:
+        return await show_metrics(state, counters)
 
     return [
         Route("/metrics", endpoint(state, metrics), methods=["GET"]),
@@ -70,15 +70,15 @@ def routes(state: ServerState, counters: HttpCounters) -> list[Route]:
     ]
 
 
-async def show_metrics(state: ServerState, http: Request, counters: HttpCounters) -> Response:
+async def show_metrics(state: ServerState, counters: HttpCounters) -> Response:
+    """Always in the plain format: the writer of the newer one would turn the colons of our names into underscores."""
     stats = await _stats(state)
     name = state.model_names[0]
     families = [] if stats is None else engine_families(stats, name)
-    families += [*ready_families(name, stats is not None), *_process_families(), *counters.families()]
-    encode, content_type = choose_encoder(http.headers.get("accept", ""))
+    families += [*ready_families(name, stats is not None), *process_families(), *counters.families()]
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(families))
-    return Response(encode(registry), headers={"Content-Type": content_type})
+    return Response(generate_latest(registry), headers={"Content-Type": _PLAIN})
 
 
 async def show_load(state: ServerState, _http: Request) -> Response:
@@ -121,9 +121,12 @@ def ready_families(model_name: str, is_ready: bool) -> list[Metric]:
     return page.families
 
 
-def _process_families() -> list[Metric]:
+def process_families() -> list[Metric]:
     """CPU time and memory of this process, under the names that Prometheus knows."""
-    return list(ProcessCollector(registry=CollectorRegistry()).collect())
+    families = list(ProcessCollector(registry=CollectorRegistry()).collect())
+    for family in families:
+        family.samples = [one._replace(labels=one.labels | API_PROCESS) for one in family.samples]
+    return families
 
 
 class _Families:
