@@ -85,6 +85,24 @@ def test_a_stream_comes_to_the_same_calls(client: openai.OpenAI, choice: Any) ->
     assert reasons[-1] == "tool_calls" and not any(reasons[:-1])
 
 
+def test_the_clients_own_helper_follows_a_stream_with_calls(client: openai.OpenAI) -> None:
+    strict: Any = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    given: Any = {"model": MODEL, "messages": ASKED, "tools": strict, "tool_choice": "required", "temperature": 0}
+    with client.chat.completions.stream(**given, max_completion_tokens=80) as stream:
+        kinds = {event.type for event in stream}
+        [choice] = stream.get_final_completion().choices
+    assert "tool_calls.function.arguments.done" in kinds
+    for call in choice.message.tool_calls or ():
+        jsonschema.validate(call.function.parsed_arguments, SCHEMAS[call.function.name])
+
+
+def test_special_tokens_that_are_kept_do_not_end_up_in_the_answer(client: openai.OpenAI) -> None:
+    """Styles whose markers are special tokens keep them in the text; the one that ends the answer is none of it."""
+    asked = {"tools": openai.omit, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+    [choice] = ask(client, **asked, extra_body={"skip_special_tokens": False}).choices
+    assert choice.finish_reason == "stop" and choice.message.content == ask(client, **asked).choices[0].message.content
+
+
 def test_a_call_is_found_in_what_the_model_writes_by_itself(client: openai.OpenAI) -> None:
     """A small model seldom decides to call: a form that is text with a call in it decides for it."""
     call = '<tool_call>\\{"name": "add", "arguments": \\{"a": [0-9]{1,2}, "b": [0-9]{1,2}\\}\\}</tool_call>'
