@@ -19,7 +19,7 @@ from stageline.server.protocol import MAX_MESSAGES, MAX_PROMPTS
 from stageline.server.protocol_chat import ChatMessage, ContentPart, Tool, ToolCall
 from stageline.server.state import ServerState
 
-# Rendering a conversation or decoding tokens below this size is over sooner than a thread would have begun.
+# Decoding tokens below this size is over sooner than a thread would have begun.
 _LONG_TEXT = 20_000
 _CONTENT_KINDS = {"text", "refusal"}
 
@@ -103,12 +103,9 @@ async def render_chat(
     render = state.llm.tokenizer.apply_chat_template
     if described:
         template_kwargs = {**template_kwargs, "tools": described}
-    size = sum(len(str(message.get("content", ""))) for message in plain)
     try:
-        if size < _LONG_TEXT:
-            text = render(plain, begins_answer, **template_kwargs)
-        else:
-            text = await asyncio.to_thread(render, plain, begins_answer, **template_kwargs)
+        # In a thread however short it is: a template may make much of little.
+        text = await asyncio.to_thread(render, plain, begins_answer, **template_kwargs)
     except TypeError as error:
         raise RequestError(f"chat_template_kwargs cannot be used: {error}", "chat_template_kwargs") from error
     return _without_ending(text, plain[-1]) if continue_final_message else text
