@@ -73,6 +73,7 @@ def without_ids(response: ModelResponse) -> Any:
         prefix = {"message": "msg_", "function_call": "fc_", "reasoning": "rs_"}[item["type"]]
         assert item.pop("id").startswith(prefix)
         item.pop("call_id", None)
+    assert (plain.pop("completed_at") is not None) == (plain["status"] == "completed")
     return plain
 
 

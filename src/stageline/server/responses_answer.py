@@ -6,6 +6,7 @@ of a stream; a whole answer only forgets the events.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ from stageline.server.responses_protocol import (
     ResponseUsage,
     TextFormat,
     TextSettings,
+    TextSettingsShown,
 )
 from stageline.server.state import ServerState
 
@@ -128,6 +130,7 @@ class ResponseBuilder:
         return ModelResponse(
             id=self._plan.head.id,
             created_at=self._plan.head.created,
+            completed_at=int(time.time()) if status == "completed" else None,
             status=status,
             error=error,
             incomplete_details=details,
@@ -138,10 +141,15 @@ class ResponseBuilder:
             parallel_tool_calls=request.parallel_tool_calls is not False,
             reasoning=request.reasoning or ReasoningSettings(),
             temperature=params.temperature,
-            text=request.text if request.text and request.text.format else TextSettings(format=TextFormat()),
+            text=_shown(request.text or TextSettings()),
             tool_choice=request.tool_choice or "auto",
             tools=request.tools or [],
             top_p=params.top_p,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            max_tool_calls=request.max_tool_calls,
+            safety_identifier=request.safety_identifier,
+            prompt_cache_key=request.prompt_cache_key,
             top_logprobs=request.top_logprobs or 0,
             truncation=request.truncation or "disabled",
             usage=None if status == "in_progress" else self._usage(),
@@ -270,6 +278,16 @@ class ResponseBuilder:
         event = ResponseEvent(type=kind, sequence_number=self._num_events, **fields)
         self._num_events += 1
         return b"event: " + kind.encode() + b"\ndata: " + _encoder.encode(event) + b"\n\n"
+
+
+def _shown(text: TextSettings) -> TextSettingsShown:
+    form = text.format or TextFormat()
+    if form.type == "json_schema":
+        name = form.name or "answer"
+        form = TextFormat(
+            type="json_schema", name=name, schema=form.schema, description=form.description or None, strict=True
+        )
+    return TextSettingsShown(format=form, verbosity=text.verbosity or "medium")
 
 
 def whole_response(

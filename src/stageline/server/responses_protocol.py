@@ -143,7 +143,7 @@ class TextSettings(msgspec.Struct, kw_only=True):
     """
 
     format: TextFormat | None = None
-    verbosity: str | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningSettings(msgspec.Struct, kw_only=True):
@@ -163,6 +163,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         instructions: a system message before all others.
         include: "message.output_text.logprobs" describes each token of the answer.
         store: accepted; responses are not kept in any case.
+        safety_identifier, prompt_cache_key, service_tier, max_tool_calls: accepted; they say nothing to this server.
         previous_response_id, background, conversation, prompt: refused, for they need responses to be kept.
         chat_template_kwargs: further variables for the model's chat template, such as enable_thinking.
         priority: lower is served earlier.
@@ -190,6 +191,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: str | None = None
+    max_tool_calls: Annotated[int | None, at_least(1)] = None
     previous_response_id: Annotated[Any, _NULL_ONLY] = None
     conversation: Annotated[Any, _NULL_ONLY] = None
     prompt: Annotated[Any, _NULL_ONLY] = None
@@ -308,17 +313,25 @@ class ResponseError(msgspec.Struct, frozen=True):
     message: str
 
 
+class TextSettingsShown(msgspec.Struct, kw_only=True, frozen=True):
+    """`TextSettings` with what was left out."""
+
+    format: TextFormat
+    verbosity: Literal["low", "medium", "high"]
+
+
 class ModelResponse(msgspec.Struct, kw_only=True, frozen=True):
     """An answer, with what was asked for.
 
     Args:
-        created_at: seconds since 1970.
+        created_at, completed_at: seconds since 1970; the latter is None unless its status is completed.
         usage: None until it ends.
     """
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
+    completed_at: int | None
     status: ResponseStatus
     error: ResponseError | None = None
     incomplete_details: IncompleteDetails | None = None
@@ -332,11 +345,17 @@ class ModelResponse(msgspec.Struct, kw_only=True, frozen=True):
     store: Literal[False] = False
     background: Literal[False] = False
     temperature: float
-    text: TextSettings
+    text: TextSettingsShown
     tool_choice: Choice
     tools: list[FunctionTool]
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
     top_logprobs: int
+    service_tier: Literal["default"] = "default"
+    max_tool_calls: int | None
+    safety_identifier: str | None
+    prompt_cache_key: str | None
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None = None
     user: str | None
