@@ -51,7 +51,8 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _config(model: str, **others: Any) -> EngineConfig:
-    return EngineConfig(model=model, **{**SETTINGS, "pipeline_parallel_size": 2, "heartbeat_timeout_s": HEARTBEAT_S, **others})
+    settings = {**SETTINGS, "pipeline_parallel_size": 2, "heartbeat_timeout_s": HEARTBEAT_S, **others}
+    return EngineConfig(model=model, **settings)
 
 
 async def _started(model: str, **others: Any) -> tuple[AsyncLLM, int, list[int]]:
@@ -243,6 +244,7 @@ def test_clients_of_one_engine_do_not_hear_of_each_other(model: str, process: En
                 client.check_health()
             with pytest.raises(NotReady):
                 await client.submit([1], SHORT)
+        for client in (one, other):
             await client.wait_until_ready()
             client.check_health()
             assert "s1" in client.startup_table()
