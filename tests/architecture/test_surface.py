@@ -48,6 +48,7 @@ OWN_FLAGS = {
         {*SAMPLING_FLAGS, "--input-len", "--num-prompts", "--num-warmup", "--output", "--output-len", "--prompt-file",
          "--timeline"} - {"--n", "--max-tokens", "--min-tokens"}
     ),
+    "tune": ["--apply", "--concurrency", "--context", "--output", "--output-len", "--repetitions"],
     "bench latency": sorted(
         {*SAMPLING_FLAGS, "--batch-size", "--input-len", "--num-iters", "--num-warmup", "--output", "--output-len",
          "--timeline"} - {"--n", "--max-tokens", "--min-tokens"}

@@ -81,6 +81,9 @@ class FakeLLM:
             spans.append(Span(1, step, "forward", start_s + 0.005, start_s + 0.01, 1, 1))
         return spans
 
+    def advice(self, spans: list[Span], num_requests: int | None = None) -> list[str]:
+        return [f"advice for {num_requests} requests"]
+
     def _output(self, number: int, prompt: str | list[int], params: SamplingParams) -> RequestOutput:
         num_tokens = params.max_tokens or 16
         text = f"about {prompt}" if isinstance(prompt, str) else ""

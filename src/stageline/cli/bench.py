@@ -114,7 +114,8 @@ def run_throughput(args: argparse.Namespace, open_llm: OpenLLM = open_llm) -> in
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
         end_s = llm.clock.now_s()
         spans = llm.spans(start_s)
-    return _finish(args, config, "throughput", outputs, [end_s - start_s], spans)
+        advice = llm.advice(spans, min(len(prompts), config.max_num_seqs))
+    return _finish(args, config, "throughput", outputs, [end_s - start_s], spans, advice)
 
 
 def run_latency(args: argparse.Namespace, open_llm: OpenLLM = open_llm) -> int:
@@ -133,7 +134,8 @@ def run_latency(args: argparse.Namespace, open_llm: OpenLLM = open_llm) -> int:
             outputs += llm.generate(prompts, params, use_tqdm=False)
             batch_times_s.append(llm.clock.now_s() - start_s)
         spans = llm.spans(first_s)
-    return _finish(args, config, "latency", outputs, batch_times_s, spans)
+        advice = llm.advice(spans, min(args.batch_size, config.max_num_seqs))
+    return _finish(args, config, "latency", outputs, batch_times_s, spans, advice)
 
 
 class RandomPrompts:
@@ -187,9 +189,11 @@ def _finish(
     outputs: list[RequestOutput],
     batch_times_s: list[float],
     spans: list[Span],
+    advice: list[str],
 ) -> int:
     """Print and write what was measured. Returns: the exit status, 1 if a file could not be written."""
-    report = BenchReport(mode, config, outputs, batch_times_s, analyse(spans, config.pipeline_parallel_size))
+    pipeline = analyse(spans, config.pipeline_parallel_size)
+    report = BenchReport(mode, config, outputs, batch_times_s, pipeline, advice)
     print(format_bench_report(report))
     status = 0
     if args.output:

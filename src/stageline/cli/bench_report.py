@@ -41,6 +41,7 @@ class BenchReport:
     Args:
         mode: throughput or latency.
         batch_times_s: wall time of each batch; one for throughput.
+        advice: what the stages' spans say should be changed.
     """
 
     mode: str
@@ -48,6 +49,7 @@ class BenchReport:
     outputs: Sequence[RequestOutput]
     batch_times_s: Sequence[float]
     pipeline: PipelineReport
+    advice: Sequence[str] = ()
 
     @property
     def elapsed_s(self) -> float:
@@ -106,6 +108,7 @@ class BenchReport:
             "bubble_fraction": self.pipeline.bubble_fraction,
             "slowest_stage": self.pipeline.slowest_stage,
             "stages": [_stage_as_json(stage) for stage in self.pipeline.stages],
+            "advice": list(self.advice),
         }
 
 
@@ -134,7 +137,7 @@ def format_bench_report(report: BenchReport) -> str:
     ]
     if report.mode == "latency":
         lines.append(_percentile_row("batch", report.batch))
-    return "\n".join([*lines, "", format_report(report.pipeline)])
+    return "\n".join([*lines, "", format_report(report.pipeline), *report.advice])
 
 
 def _percentile_row(name: str, percentiles: Percentiles | None) -> str:

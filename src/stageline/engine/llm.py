@@ -15,6 +15,7 @@ from stageline.checkpoint.model_spec import ModelSpec
 from stageline.checkpoint.tokenizer import load_tokenizer
 from stageline.clock import Clock, MonotonicClock
 from stageline.config.engine_config import EngineConfig
+from stageline.engine.advice import RunFacts, advise
 from stageline.engine.frontend import Frontend, Prompt
 from stageline.engine.input_processor import InputProcessor
 from stageline.engine.load_progress import LoadProgress
@@ -29,6 +30,8 @@ from stageline.outputs import OutputKind, RequestOutput
 from stageline.pipeline.item_times import StageItemTimes
 from stageline.pipeline.partition import StageLayers
 from stageline.sampling import SamplingParams
+from stageline.timeline.analysis import analyse
+from stageline.timeline.journeys import journeys
 from stageline.timeline.span import Span
 
 Messages = list[dict[str, Any]]
@@ -166,6 +169,17 @@ class LLM:
     def spans(self, since_s: float = 0.0) -> list[Span]:
         """What every stage and the engine did since then, on `clock`, as far as their rings remember."""
         return self._core.spans(since_s)
+
+    def advice(self, spans: Sequence[Span], num_requests: int | None = None) -> list[str]:
+        """What these spans say should be changed, in sentences; see `stageline.engine.advice`.
+
+        Args:
+            num_requests: most that were running at once meanwhile.
+        """
+        num_stages = self.config.pipeline_parallel_size
+        counts = [len(stage.layers) for stage in self.partition]
+        report = analyse(spans, num_stages)
+        return advise(RunFacts(report, journeys(spans, num_stages), counts, num_requests, self.kv_plan))
 
     def item_times(self) -> list[StageItemTimes]:
         """What every item of each stage took since this was called before; the first call turns timing on."""

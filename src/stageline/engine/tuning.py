@@ -58,8 +58,8 @@ class DecodeLoad:
             )
         if (needed := self.prompt_tokens + self.output_tokens) > max_model_len:
             raise ConfigError(
-                f"--context {self.context_tokens} makes requests of {needed} tokens, above the model's {max_model_len}; "
-                "lower it"
+                f"--context {self.context_tokens} makes requests of {needed} tokens, above the model limit of "
+                f"{max_model_len}; lower it"
             )
 
 
