@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 
+from stageline.cli.main import main
 from tests.server.conftest import KEY, MAX_MODEL_LEN
 from tests.server.served import DEADLINE_S
 from tests.server.test_metrics import scrape
@@ -20,13 +24,21 @@ from tests.server.test_metrics import scrape
 SMALL = ["--input-len", "12", "--output-len", "6", "--num-warmup", "0"]
 
 
-def bench(base_url: str, *flags: str, key: str = KEY) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stageline", "bench", "serve", "--base-url", base_url, "--api-key", key, *flags],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def bench(base_url: str, *flags: str, key: str = KEY) -> Ran:
+    """The command in this process: starting one takes longer than most runs."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with redirect_stdout(stdout), redirect_stderr(stderr):
+        status = main(["bench", "serve", "--base-url", base_url, "--api-key", key, *flags])
+    return Ran(status, stdout.getvalue(), stderr.getvalue())
 
 
 def result(path: Path, base_url: str, *flags: str) -> dict:
