@@ -26,6 +26,8 @@ _UNANSWERED = "499"
 API_PROCESS = {"api_process": f"{os.getpid()}"}
 """The label of what is true of this process alone: others may answer on the same port."""
 
+_FAILED = "500"
+
 _DURATION_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 
@@ -115,5 +117,9 @@ class CountRequests:
         counters.opened(route)
         try:
             await self._app(scope, receive, send_and_look)
+        except Exception:
+            # Who is further out turns it into an answer.
+            status = _FAILED if status == _UNANSWERED else status
+            raise
         finally:
             counters.closed(route, scope["method"], status, counters.clock.now_s() - start_s)
