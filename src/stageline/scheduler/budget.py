@@ -12,8 +12,10 @@ CHUNK_OVERHEAD_TOKENS = 64
 
 MIN_CHUNK_TOKENS = 32
 
-LEAST_TOKENS_BESIDE_DECODES = 4
-"""What a prompt gets in a microbatch however slow it is: it must come to an end."""
+LEAST_TOKENS_BESIDE_DECODES = 8
+"""What a prompt gets in a microbatch whatever its predicted time: it must come to an end also where other programs make
+times meaningless. A microbatch reads all weights, which takes about as long as computing 8 tokens on a CPU and more
+elsewhere, so even a lone decode gets no slower than about twice by so few."""
 
 _DECODES_PER_PROMPT = 8
 _LARGEST_SHARE = 16.0
