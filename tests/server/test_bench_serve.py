@@ -110,6 +110,8 @@ def test_failures_are_counted_by_kind_and_shown_in_the_servers_words(base_url: s
         (["--dataset-name", "mooncake"], "--dataset-path"),
         (["--num-prompts", "0"], "--num-prompts is 0"),
         (["--burstiness", "0"], "--burstiness is 0"),
+        (["--ca-file", "/nowhere.pem"], "--ca-file /nowhere.pem"),
+        (["--base-url", "no-scheme:80"], "no-scheme"),
     ],
 )
 def test_what_cannot_work_is_told_in_one_line(base_url: str, flags: list[str], told: str) -> None:

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from stageline.engine.stats import EngineFacts, EngineStats, SchedulerStats, StageFacts, StatsCollector
+from stageline.engine.stats import EngineFacts, EngineStats, ProcessUsage, SchedulerStats, StageFacts, StatsCollector
 from stageline.pipeline.microbatch import Microbatch
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.sampling import SamplerSpec
@@ -66,7 +66,8 @@ def snapshot(collector: StatsCollector, in_flight: tuple[Microbatch, ...] = ()) 
         num_prefix_hits_tokens=32,
     )
     counters = [StageAccount(1).snapshot(0.0), StageAccount(0).snapshot(0.0)]
-    return collector.snapshot(20.0, facts, scheduler, 2, in_flight, counters)
+    process = ProcessUsage(cpu_s=1.5, resident_bytes=2**20)
+    return collector.snapshot(20.0, process, facts, scheduler, 2, in_flight, counters)
 
 
 def microbatch(*num_tokens: int) -> Microbatch:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zmq
 
 from stageline.clock import Clock
-from stageline.engine.stats import EngineFacts, EngineStats, SchedulerStats, StatsCollector
+from stageline.engine.stats import EngineFacts, EngineStats, ProcessUsage, SchedulerStats, StatsCollector
 from stageline.errors import InternalError
 from stageline.executor.executor import Executor
 from stageline.outputs import FinishReason
@@ -177,6 +177,7 @@ class EngineCore:
         scheduler = self._scheduler
         return self._stats.snapshot(
             self._clock.now_s(),
+            ProcessUsage.of_this_process(),
             facts,
             SchedulerStats(
                 num_running=scheduler.num_running,

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import psutil
 
 from stageline.outputs import FinishReason
 from stageline.pipeline.microbatch import Microbatch
@@ -136,11 +137,25 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[StageFacts]
 
 
+class ProcessUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the engine's own process: CPU time since its start, and memory now."""
+
+    cpu_s: float
+    resident_bytes: int
+
+    @classmethod
+    def of_this_process(cls) -> ProcessUsage:
+        process = psutil.Process()
+        times = process.cpu_times()
+        return cls(cpu_s=times.user + times.system, resident_bytes=process.memory_info().rss)
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot. `now_s` and `started_s` are on the engine's clock; `stages` is in order."""
 
     started_s: float
     now_s: float
+    process: ProcessUsage
     facts: EngineFacts
     scheduler: SchedulerStats
     requests: RequestStats
@@ -255,6 +270,7 @@ class StatsCollector:
     def snapshot(
         self,
         now_s: float,
+        process: ProcessUsage,
         facts: EngineFacts,
         scheduler: SchedulerStats,
         window: int,
@@ -265,6 +281,7 @@ class StatsCollector:
         return EngineStats(
             started_s=self._started_s,
             now_s=now_s,
+            process=process,
             facts=facts,
             scheduler=scheduler,
             requests=self._requests(),

@@ -120,7 +120,10 @@ class LoadClient:
         self._decode = msgspec.json.Decoder(_Event).decode
 
     async def __aenter__(self) -> LoadClient:
-        context = ssl.create_default_context(cafile=self.target.ca_file)
+        try:
+            context = ssl.create_default_context(cafile=self.target.ca_file)
+        except OSError as error:
+            raise ConfigError(f"--ca-file {self.target.ca_file} holds no certificates: {error}") from None
         headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if self.target.api_key:
             headers["Authorization"] = f"Bearer {self.target.api_key}"

@@ -108,6 +108,10 @@ def _add_queues(page: Exposition, stats: EngineStats) -> None:
         "pipeline_parallel_size": f"{len(facts.stages)}",
     }
     page.gauge("stageline:engine_info", "How the engine is set up.", [(limits, 1)])
+    page.counter("stageline:engine_cpu_seconds", "CPU time of the engine's own process.", stats.process.cpu_s)
+    page.gauge(
+        "stageline:engine_resident_memory_bytes", "Memory of the engine's own process.", stats.process.resident_bytes
+    )
     page.counter("stageline:engine_uptime_seconds", "Time since the engine was ready.", stats.now_s - stats.started_s)
 
 
