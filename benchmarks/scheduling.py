@@ -1,10 +1,11 @@
 """What the engine costs per microbatch, without a model: scheduling, messages and the update of every request.
 
-    python benchmarks/scheduling.py [--stages 2] [--requests 64 128 256 512 1024]
+    python benchmarks/scheduling.py [--stages 2] [--requests 64 128 256 512 1024] [--waiting 0]
 
 The engine's own loop runs over stages that encode, decode, check and answer every message as real ones do but compute
 nothing. Requests are in steady decode. One row per number of requests: microseconds per microbatch and per row, medians
-over the run; a second column says what a stage spends on preparing its inputs.
+over the run; a second column says what a stage spends on preparing its inputs. `--waiting` queues more requests behind
+those that run.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class MessagesOnly:
         self.prepare_s.append(elapsed_s)
         self.stage_s += elapsed_s
 
-    def wait(self) -> MicrobatchResult:
+    def before_sampling(self, send_masks: object) -> None:
+        pass
+
+    def wait(self, until_s: float | None = None) -> MicrobatchResult:
         result = self._from_worker.decode(self._frames.popleft())
         assert isinstance(result, MicrobatchResult)
         return result
@@ -74,7 +78,7 @@ class MessagesOnly:
         pass
 
 
-def measure(num_requests: int, num_stages: int, num_steps: int) -> tuple[float, float, int]:
+def measure(num_requests: int, num_stages: int, num_steps: int, num_waiting: int) -> tuple[float, float, int]:
     """Returns: median seconds of the engine and of a stage's preparation per microbatch, and rows per microbatch."""
     limits = MicrobatchLimits(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE, num_requests, 8192, MAX_MODEL_LEN)
     executor = MessagesOnly(limits)
@@ -83,7 +87,7 @@ def measure(num_requests: int, num_stages: int, num_steps: int) -> tuple[float, 
         SchedulerLimits(num_stages, num_stages, num_requests, 8192, MAX_MODEL_LEN),
     )
     core = EngineCore(executor, scheduler, MonotonicClock())
-    for index in range(num_requests):
+    for index in range(num_requests + num_waiting):
         prompt = [(index * 7 + position) % VOCAB_SIZE for position in range(64)]
         core.add(
             EngineRequest(
@@ -96,7 +100,7 @@ def measure(num_requests: int, num_stages: int, num_steps: int) -> tuple[float, 
                 arrival_s=0.0,
             )
         )
-    while scheduler.num_waiting:
+    while scheduler.num_waiting > num_waiting:
         core.step()
     for _ in range(6 * num_stages):
         core.step()
@@ -114,10 +118,11 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--waiting", type=int, default=0)
     args = parser.parse_args()
     print("requests  rows/microbatch  engine us/microbatch  engine us/row  stage's preparation us/microbatch")
     for num_requests in args.requests:
-        engine_s, prepare_s, rows = measure(num_requests, args.stages, args.steps)
+        engine_s, prepare_s, rows = measure(num_requests, args.stages, args.steps, args.waiting)
         engine_us, prepare_us = engine_s * 1e6, prepare_s * 1e6
         print(f"{num_requests:8d}  {rows:15d}  {engine_us:20.0f}  {engine_us / rows:13.2f}  {prepare_us:33.0f}")
 
