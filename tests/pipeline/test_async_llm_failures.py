@@ -31,7 +31,6 @@ pytestmark = pytest.mark.timeout(120)
 LONG = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 NUM_STREAMS = 8
-HEARTBEAT_S = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +50,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _config(model: str, **others: Any) -> EngineConfig:
-    settings = {**SETTINGS, "pipeline_parallel_size": 2, "heartbeat_timeout_s": HEARTBEAT_S, **others}
-    return EngineConfig(model=model, **settings)
+    return EngineConfig(model=model, **{**SETTINGS, "pipeline_parallel_size": 2, **others})
 
 
 async def _started(model: str, **others: Any) -> tuple[AsyncLLM, int, list[int]]:
