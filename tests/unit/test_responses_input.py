@@ -122,6 +122,12 @@ def test_what_cannot_be_answered_is_refused_by_its_field(fields: dict[str, Any],
     assert param in str(error.value)
 
 
+def test_what_says_nothing_to_this_server_is_taken() -> None:
+    request(max_tool_calls=1, safety_identifier="u", prompt_cache_key="k", service_tier="auto", truncation="auto")
+    with pytest.raises(msgspec.ValidationError):
+        request(max_tool_calls=0)
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [

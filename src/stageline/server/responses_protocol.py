@@ -194,7 +194,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: str | None = None
-    max_tool_calls: Annotated[int | None, at_least(1)] = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
     previous_response_id: Annotated[Any, _NULL_ONLY] = None
     conversation: Annotated[Any, _NULL_ONLY] = None
     prompt: Annotated[Any, _NULL_ONLY] = None
