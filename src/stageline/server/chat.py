@@ -18,7 +18,7 @@ from stageline.checkpoint.chat_template import client_variables
 from stageline.outputs import OutputKind
 from stageline.server.answer_parsing import check_tools, structured_outputs_of_tool_choice
 from stageline.server.chat_answer import ChatPlan, ChatStream, whole_answer
-from stageline.server.errors import JSON, FieldNames, bad_request, naming
+from stageline.server.errors import JSON, FieldNames, bad_request, client_left, naming
 from stageline.server.generation import TokenCount, check_in_time, last_output, opened
 from stageline.server.limits import decode_body
 from stageline.server.operations import Operation
@@ -58,7 +58,7 @@ async def create_chat_completion(state: ServerState, http: Request) -> Response:
         if request.is_streamed:
             return EventStream(chat_events(state, plan, count), fields_of(request))
         answer = await until_disconnect(http.receive, complete_chat(state, plan, count))
-    return Response(b"" if answer is None else msgspec.json.encode(answer), media_type=JSON)
+    return client_left() if answer is None else Response(msgspec.json.encode(answer), media_type=JSON)
 
 
 def fields_of(request: ChatCompletionRequest) -> FieldNames:

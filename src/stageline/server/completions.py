@@ -17,7 +17,7 @@ from starlette.routing import Route
 from stageline.outputs import OutputKind, RequestOutput
 from stageline.sampling import MAX_N, SamplingParams
 from stageline.server.completion_answer import CompletionPlan, CompletionStream, PlannedPrompt, whole_answer
-from stageline.server.errors import JSON, FieldNames, bad_request, naming
+from stageline.server.errors import JSON, FieldNames, bad_request, client_left, naming
 from stageline.server.generation import Outputs, TokenCount, check_in_time, interleaved, last_output, opened
 from stageline.server.limits import decode_body
 from stageline.server.operations import Operation
@@ -61,7 +61,7 @@ async def create_completion(state: ServerState, http: Request) -> Response:
         if request.is_streamed:
             return EventStream(completion_events(state, plan, count), fields)
         answer = await until_disconnect(http.receive, complete(state, plan, count))
-    return Response(b"" if answer is None else msgspec.json.encode(answer), media_type=JSON)
+    return client_left() if answer is None else Response(msgspec.json.encode(answer), media_type=JSON)
 
 
 async def complete(state: ServerState, plan: CompletionPlan, count: TokenCount) -> Completion:

@@ -120,6 +120,11 @@ def error_response(error: ApiError) -> Response:
     return Response(body, error.status, {**error.headers}, media_type=JSON)
 
 
+def client_left() -> Response:
+    """For logs and counters only: nobody is there to read it. The status is what proxies write for this."""
+    return Response(status_code=499)
+
+
 async def on_http_exception(request: Request, exception: Exception) -> Response:
     """Of the router: no such path, or not with this method."""
     assert isinstance(exception, HTTPException)
