@@ -1,7 +1,7 @@
 """Simulated stages that sample under masks, and masks that are computed when a test says so.
 
-One idea: as in `simulated_stages`, the "model" is a hash of all tokens before; of the tokens that a mask allows it takes
-the first at or after the hash. So a request's tokens must be the same whenever its masks come.
+One idea: as in `simulated_stages`, the "model" is a hash of all tokens before; of the tokens that a mask allows it
+takes the first at or after the hash. So a request's tokens must be the same whenever its masks come.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ bounded size in one language.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -19,7 +20,13 @@ from stageline.request import GrammarSpec
 from stageline.sampling import StructuredOutputs
 
 MAX_GRAMMAR_BYTES = 128 * 2**10
-"""Longest schema, pattern, grammar, or all choices together. Within it, compiling takes seconds at the worst."""
+"""Longest schema, or all choices together."""
+
+MAX_REGEX_BYTES = 4 * 2**10
+"""Longest regular expression, and all patterns of a schema together: time to compile grows with the square at worst."""
+
+MAX_RULES_BYTES = 16 * 2**10
+"""Longest grammar in Lark's syntax or as GBNF, whose rules may put regular expressions together."""
 
 MAX_GBNF_RULES = 300
 """The conversion of GBNF takes time that grows with the square of its rules."""
@@ -40,11 +47,11 @@ def define(asked: StructuredOutputs) -> GrammarSpec:
     elif kind == "json":
         definition = _json_schema(_schema_text(asked.json, field), asked.disable_any_whitespace, field)
     elif kind == "regex":
-        definition = LLMatcher.grammar_from_regex(_bounded(asked.regex or "", field))
+        definition = LLMatcher.grammar_from_regex(_bounded(asked.regex or "", field, MAX_REGEX_BYTES))
     elif kind == "choice":
         definition = LLMatcher.grammar_from_lark(_choice_grammar(asked.choice or [], field))
     else:
-        definition = LLMatcher.grammar_from_lark(_lark_grammar(_bounded(asked.grammar or "", field), field))
+        definition = LLMatcher.grammar_from_lark(_lark_grammar(asked.grammar or "", field))
     return GrammarSpec(field=field, definition=definition)
 
 
@@ -68,7 +75,23 @@ def _schema_text(schema: dict[str, Any] | str | None, field: str) -> str:
         raise RequestError(f"{field} is not JSON: {error}", field) from None
     if not isinstance(found, dict):
         raise RequestError(f"{field} is {shortened(text)}; a JSON schema is an object", field)
+    _bounded("".join(_patterns(found)), f"{field}'s patterns together", MAX_REGEX_BYTES, field)
     return text
+
+
+def _patterns(schema: dict[str, Any]) -> Iterator[str]:
+    """Every text in it that may be a regular expression."""
+    values: list[Any] = [schema]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            values += value.values()
+            if isinstance(pattern := value.get("pattern"), str):
+                yield pattern
+            if isinstance(properties := value.get("patternProperties"), dict):
+                yield from properties
+        elif isinstance(value, list):
+            values += value
 
 
 def _choice_grammar(choices: list[str], field: str) -> str:
@@ -77,6 +100,7 @@ def _choice_grammar(choices: list[str], field: str) -> str:
 
 
 def _lark_grammar(text: str, field: str) -> str:
+    _bounded(text, field, MAX_RULES_BYTES)
     if not text.strip():
         raise RequestError(f"{field} is empty; give at least a rule named start, or root in GBNF", field)
     lark = text if is_lark_syntax(text) else _from_gbnf(text, field)
@@ -99,13 +123,14 @@ def _from_gbnf(text: str, field: str) -> str:
         raise RequestError(f"{field} is no GBNF grammar: {shortened(str(error))}", field) from None
 
 
-def _bounded(text: str, field: str) -> str:
+def _bounded(text: str, what: str, most_bytes: int = MAX_GRAMMAR_BYTES, field: str = "") -> str:
+    """The text, if it is none too long. field: if `what` is not its name."""
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError as error:
-        raise RequestError(f"{field} is no Unicode text: {error.reason} at {error.start}", field) from None
-    if num_bytes > MAX_GRAMMAR_BYTES:
-        raise RequestError(f"{field} has {num_bytes} bytes; give at most {MAX_GRAMMAR_BYTES}", field)
+        raise RequestError(f"{what} is no Unicode text: {error.reason} at {error.start}", field or what) from None
+    if num_bytes > most_bytes:
+        raise RequestError(f"{what} has {num_bytes} bytes; give at most {most_bytes}", field or what)
     return text
 
 
