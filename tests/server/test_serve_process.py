@@ -56,16 +56,25 @@ def _num_tokens(text: str) -> int:
     return sum(len(choice.get("token_ids") or []) for event in events for choice in event.get("choices", []))
 
 
-def test_requests_are_refused_until_the_model_is_loaded_and_answered_then(model: str) -> None:
-    with serving(model, "--served-model-name", "tiny") as server:
+def test_requests_are_refused_until_the_model_is_loaded_and_systemd_is_told_when(model: str, tmp_path: Path) -> None:
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager,
+        serving(model, "--served-model-name", "tiny", environ={"NOTIFY_SOCKET": str(tmp_path / "notify")}) as server,
+    ):
+        manager.settimeout(DEADLINE_S)
+        manager.bind(str(tmp_path / "notify"))
         server.wait_until_listening()
         # Connections wait until there is somebody to answer them: this is the earliest answer there can be.
         status, body = server.get("/health")
         assert (status, body["error"]["type"]) == (503, "server_error")
+        assert manager.recv(100) == b"READY=1"
         server.wait_until_ready()
         assert server.get("/health")[0] == 200
         assert [entry["id"] for entry in server.get("/v1/models")[1]["data"]] == ["tiny"]
         assert {kind: len(pids) for kind, pids in server.pids.items()} == {"engine": 1, "api": 1, "stage": 1}
+        server.process.send_signal(signal.SIGTERM)
+        assert manager.recv(100) == b"STOPPING=1"
+        assert server.finish() == 0
 
 
 def test_a_stream_finishes_while_the_server_is_told_to_stop_and_new_requests_are_refused(two_stages: Served) -> None:
@@ -122,7 +131,6 @@ def test_a_signal_while_the_model_loads_stops_at_once(model: str) -> None:
 REASONS = {
     "stage": r"stage \d \(s\d\) was lost: its process \d+ was killed by SIGKILL$",
     "engine": r"the engine was lost: its process \d+ was killed by SIGKILL$",
-    "api": r"the API process was lost: its process \d+ was killed by SIGKILL$",
 }
 
 
@@ -136,9 +144,8 @@ def test_a_killed_process_ends_the_server_in_one_line_and_open_requests_with_an_
     os.kill(server.pids[kind][0], signal.SIGKILL)
     text, is_complete = _rest_of(stream)
     assert not is_complete
-    if kind != "api":
-        [error] = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {") and "error" in line]
-        assert error["error"]["type"] == "server_error"
+    [error] = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {") and "error" in line]
+    assert error["error"]["type"] == "server_error"
     assert server.finish() == 1
     said = [line for line in server.lines[num_lines:] if " POST " not in line]
     assert len(said) == 1, said
@@ -170,7 +177,8 @@ def test_several_api_processes_answer_on_one_port_and_end_together(model: str) -
         text, is_complete = _rest_of(stream)
         assert not is_complete and '"error"' in text
         assert server.finish() == 1
-        assert "API process" in server.lines[-1] and "SIGKILL" in server.lines[-1]
+        last = r"stageline: error: API process \d was lost: its process \d+ was killed by SIGKILL$"
+        assert re.fullmatch(last, server.lines[-1])
         assert server.leftovers() == []
 
 
@@ -201,19 +209,6 @@ def test_tls_keys_and_a_proxys_path(model: str, tmp_path: Path) -> None:
         assert "from-file" not in server.log and "from-environment" not in server.log
         server.process.send_signal(signal.SIGTERM)
         assert server.finish() == 0
-
-
-def test_systemd_is_told_how_far_the_server_is(model: str, tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.settimeout(DEADLINE_S)
-        manager.bind(str(tmp_path / "notify"))
-        with serving(model, environ={"NOTIFY_SOCKET": str(tmp_path / "notify")}) as server:
-            assert manager.recv(100) == b"READY=1"
-            server.wait_until_ready()
-            assert server.get("/health")[0] == 200
-            server.process.send_signal(signal.SIGTERM)
-            assert manager.recv(100) == b"STOPPING=1"
-            assert server.finish() == 0
 
 
 def test_a_model_that_does_not_fit_is_refused_in_one_line(model: str) -> None:

@@ -15,8 +15,6 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         engine: with the path of the checkpoint that the supervisor has opened as `model`.
         listening_fd: the listening socket, which it inherits.
-        index: which of the API processes it is, from 0.
-        num_processes: how many there are.
     """
 
     serve: ServeConfig
@@ -24,8 +22,6 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     link: EngineLink
     log_level: str
     listening_fd: int
-    index: int
-    num_processes: int
 
 
 class DrainApi(msgspec.Struct, frozen=True, array_like=True, tag="drain"):

@@ -127,8 +127,6 @@ class Supervisor:
             link=self._engine.links[index],
             log_level=environment.log_level(),
             listening_fd=self._listening.fileno(),
-            index=index,
-            num_processes=self._serve_config.api_server_count,
         )
         child = ChildProcess("stageline.server.api_process", msgspec.msgpack.encode(config), [config.listening_fd])
         self._apis[index] = child
