@@ -1,4 +1,4 @@
-"""Structured output through real pipelines: answers are what was asked for, at every depth, and nobody else is touched."""
+"""Structured output through real pipelines: answers are what was asked for, at every depth, and others are untouched."""
 
 from __future__ import annotations
 
@@ -131,9 +131,8 @@ def test_any_model_at_any_temperature_keeps_to_the_structure(llm: LLM, temperatu
 
 def test_a_complete_structure_ends_the_answer_also_where_the_end_of_sequence_is_ignored(llm: LLM) -> None:
     endless = StructuredOutputs(regex="[ab]{2}[ab]*")
-    [phone, open_ended] = generate(
-        llm, ["x", "y"], [greedy(PHONE, ignore_eos=True), greedy(endless, 40, ignore_eos=True, skip_special_tokens=False)]
-    )
+    params = [greedy(PHONE, ignore_eos=True), greedy(endless, 40, ignore_eos=True, skip_special_tokens=False)]
+    [phone, open_ended] = generate(llm, ["x", "y"], params)
     assert phone.outputs[0].finish_reason == "stop" and len(phone.outputs[0].token_ids) == 8
     assert re.fullmatch("[ab]{2,40}", open_ended.outputs[0].text)
 
