@@ -1,4 +1,4 @@
-"""Structured output through real pipelines: answers are what was asked for, at every depth, and others are untouched."""
+"""Structured output through real pipelines: answers are what was asked for at every depth; others are untouched."""
 
 from __future__ import annotations
 
