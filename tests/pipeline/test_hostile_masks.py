@@ -1,4 +1,4 @@
-"""The law for masks: one that nobody asked for, or of the wrong size, is refused; a late or repeated one is harmless."""
+"""The law for masks: one that nobody asked for, or of the wrong size, is refused; late and repeated ones do no harm."""
 
 from __future__ import annotations
 
