@@ -12,6 +12,7 @@ import zmq
 
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.clock import Clock
+from stageline.config import environment
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError, StagelineError, WorkerLost
 from stageline.executor.executor import OnProgress
@@ -20,6 +21,7 @@ from stageline.links.wakeup import Wakeup
 from stageline.pipeline.item_times import StageItemTimes
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
 from stageline.pipeline.partition import StageLayers
+from stageline.pipeline.slowdown import parse_slowdown
 from stageline.timeline.recorder import Recorder
 from stageline.timeline.span import Span
 from stageline.timeline.stage_counters import StageAccount, StageCounters
@@ -56,10 +58,12 @@ class InProcessExecutor:
         self._timers: list[ItemTimer] = []
         self._accounts = [StageAccount(part.stage_index) for part in partition]
         self._is_counters_asked = False
+        self._spans_question: tuple[float, int | None] | None = None
         self._launched: deque[Microbatch] = deque()
         self._masks: list[TokenMasks] = []
         self._before_sampling: Callable[[], None] = lambda: None
         self._loss: StagelineError | None = None
+        self._slowdown = parse_slowdown(environment.inject_slowdown(), len(partition))
 
     def load(self, on_progress: OnProgress | None = None) -> list[StageLoaded]:
         from stageline.worker.build import build_stage
@@ -77,6 +81,7 @@ class InProcessExecutor:
                 clock=self._clock,
                 recorder=self._recorder,
                 on_progress=lambda read, total, index=index: on_progress and on_progress(index, read, total),  # type: ignore[misc]
+                slowdown=self._slowdown.stages[index],
             )
             self._stages.append(stage)
             reports.append(report)
@@ -152,17 +157,31 @@ class InProcessExecutor:
         timers, self._timers = self._timers, []
         for stage, part in zip(self._stages, self._partition, strict=True):
             timer = ItemTimer(
-                part.stage_index, part.layers, part.is_first, part.is_last, stage.device, self._clock
+                part.stage_index, part.layers, part.is_first, part.is_last, stage.device, self._clock, stage.stretch
             )
             stage.time_items(timer)
             self._timers.append(timer)
         return [timer.times() for timer in timers or self._timers]
+
+    def ask_for_spans(self, since_s: float, most_per_stage: int | None = None) -> None:
+        if self._spans_question is None:
+            self._spans_question = (since_s, most_per_stage)
+            self.wakeup.ring()
+
+    def take_spans(self) -> list[Span] | None:
+        if self._spans_question is None:
+            return None
+        since_s, most = self._spans_question
+        self._spans_question = None
+        return self._recorder.spans(since_s, None if most is None else most * len(self._partition))
 
     def collect_spans(self, since_s: float = 0.0) -> list[Span]:
         return self._recorder.spans(since_s)
 
     def ask_for_counters(self) -> None:
         self._is_counters_asked = True
+        # They are there: whoever waits need not wait.
+        self.wakeup.ring()
 
     def take_counters(self) -> list[StageCounters] | None:
         if not self._is_counters_asked:

@@ -23,9 +23,7 @@ from stageline.executor.messages import (
     AssignLayers,
     Calibration,
     CollectItemTimes,
-    CollectSpans,
     Loading,
-    Spans,
     StageLoaded,
     Stop,
     ToWorker,
@@ -48,6 +46,7 @@ from stageline.timeline.stage_counters import StageAccount, StageState
 from stageline.worker.build import build_stage
 from stageline.worker.measure import ItemTimer, calibrate
 from stageline.worker.stage import PreparedMicrobatch, Stage
+from stageline.worker.stretch import wait_until
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -64,7 +63,7 @@ class _Announced:
 
 
 class Worker:
-    """Loads one stage and runs what the engine announces; `account` is told where its time goes."""
+    """Loads one stage and runs what the engine announces; `account` and `recorder` are told where its time goes."""
 
     def __init__(
         self,
@@ -73,13 +72,14 @@ class Worker:
         control: zmq.Socket[bytes],
         engine: zmq.Socket[bytes],
         account: StageAccount | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._config = config
         self._links = links
         self._control = control
         self._engine = engine
         self._clock = MonotonicClock()
-        self._recorder = Recorder()
+        self._recorder = recorder or Recorder()
         self._account = account or StageAccount(config.stage_index)
         self._waiting_since_s = 0.0
         self._decoder: MessageDecoder[ToWorker] = MessageDecoder(ToWorker)
@@ -150,6 +150,7 @@ class Worker:
             device=config.device,
             quantization=config.quantization,
             clock=self._clock,
+            slowdown=config.slowdown,
         )
         self._engine.send(encode_message(times))
         message = self._decoder.decode(self._control.recv())
@@ -184,6 +185,7 @@ class Worker:
             on_progress=lambda read, total: self._engine.send(
                 encode_message(Loading(config.stage_index, read, total))
             ),
+            slowdown=config.slowdown,
         )
 
     def _open_neighbours(self) -> None:
@@ -235,9 +237,6 @@ class Worker:
             self._stage.add_masks(message)
         elif isinstance(message, Allocate):
             self._allocate(message.limits)
-        elif isinstance(message, CollectSpans):
-            spans = self._recorder.spans(message.since_s)
-            self._engine.send(encode_message(Spans(self._config.stage_index, spans)))
         elif isinstance(message, CollectItemTimes):
             self._send_item_times()
         elif isinstance(message, Stop):
@@ -255,6 +254,7 @@ class Worker:
             config.stage_index == config.num_stages - 1,
             self._stage.device,
             self._clock,
+            self._stage.stretch,
         )
         self._stage.time_items(self._timer)
         self._engine.send(encode_message((timer or self._timer).times()))
@@ -301,6 +301,8 @@ class Worker:
         self._num_received += 1
         self._computing_s, self._slowest_s = stage_times(frames[0])
         sent_s = sent_time_s(frames[0])
+        if self._config.input_delay_s > 0:
+            wait_until(min(sent_s, self._clock.now_s()) + self._config.input_delay_s, self._clock)
         # What was sent before this stage waited lay ready for a time that is not the link's.
         latency_s = self._clock.now_s() - sent_s if sent_s >= self._waiting_since_s else None
         self._account.received(len(body), latency_s)
@@ -316,9 +318,10 @@ class Worker:
                 microbatch.epoch, microbatch.number, self._num_sent, self._computing_s, self._slowest_s, start_s
             )
             body = tensor_bytes(output)
+            # Counted first: when the engine has the result, every stage's totals hold the microbatch.
+            self._account.sent(body.nbytes)
             self._output.send_multipart([header, body], copy=False)
             self._num_sent += 1
-            self._account.sent(body.nbytes)
         self._record("send", microbatch, start_s)
 
     def _record(self, kind: SpanKind, microbatch: Microbatch, start_s: float) -> None:
