@@ -229,13 +229,13 @@ def test_a_body_of_another_kind_is_refused(http: httpx.Client, headers: dict[str
     check_error(http.post("/v1/completions", content=b"{}", headers=headers), 415)
 
 
-@pytest.mark.parametrize("headers", [{f"x-{n}": "y" for n in range(10_000)}, {"x": "y" * 100_000}])
-def test_too_much_in_headers_is_refused(base_url: str, headers: dict[str, str]) -> None:
-    try:
-        answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=DEADLINE_S)
-    except (httpx.WriteError, httpx.RemoteProtocolError, httpx.ReadError):
-        return  # closed while the rest was still being sent
-    assert answer.status_code in (400, 431)
+@pytest.mark.parametrize("headers", ["".join(f"x-{n}: y\r\n" for n in range(10_000)), f"x: {'y' * 100_000}\r\n"])
+def test_too_much_in_headers_is_refused(api_server: Served, headers: str) -> None:
+    head = f"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n{headers}\r\n"
+    with socket.create_connection(("127.0.0.1", api_server.port), DEADLINE_S) as connection:
+        connection.sendall(head.encode())
+        answer = connection.recv(4096)
+    assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 "))
 
 
 def test_paths_and_methods_that_do_not_exist_have_errors_of_the_same_form(http: httpx.Client) -> None:

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from stageline.outputs import OutputKind
 from stageline.server.chat import fields_of, plan_chat
 from stageline.server.chat_answer import ChatPlan
-from stageline.server.errors import JSON, ApiError, api_error_of
+from stageline.server.errors import JSON, ApiError, api_error_of, client_left
 from stageline.server.generation import TokenCount, check_in_time, last_output, opened
 from stageline.server.limits import decode_body
 from stageline.server.operations import Operation
@@ -59,7 +59,7 @@ async def create_response(state: ServerState, http: Request) -> Response:
         if request.is_streamed:
             return EventStream(response_events(state, request, plan, count), ending=b"")
         answer = await until_disconnect(http.receive, complete_response(state, request, plan, count))
-    return Response(b"" if answer is None else msgspec.json.encode(answer), media_type=JSON)
+    return client_left() if answer is None else Response(msgspec.json.encode(answer), media_type=JSON)
 
 
 async def complete_response(
