@@ -35,7 +35,7 @@ def main() -> int:
         command = [args.tools / "llm-comply", "--format", "openai-chat", "--base-url", f"{url}/v1", "--api-key", "none"]
         comply = subprocess.run([*command, "--model", MODEL_NAME, "--filter", TEXT_TESTS], check=False).returncode
     # Most requests say nothing of an answer's length: a short model keeps it short.
-    with serving("--max-model-len", "96", "--quantization", "int8") as url:
+    with serving("--max-model-len", "64", "--quantization", "int8") as url:
         command = [args.tools / "schemathesis", "run", f"{url}/openapi.json", "--continue-on-failure", "--no-shrink"]
         # What fits the schema may still be refused: for its length, or for a grammar that no schema describes.
         command += ["--exclude-checks", "positive_data_acceptance", "--max-examples", str(args.max_examples)]
