@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -22,7 +23,7 @@ from stageline.executor.executor import CalibrationPlan
 from stageline.executor.multi_process import MultiProcessExecutor
 from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
 from stageline.pipeline.partition import StageLayers, stages_of
-from stageline.pipeline.partition_by_cost import StageRoom
+from stageline.pipeline.partition_by_cost import ItemCosts, StageRoom
 from tests.tiny_models import TinyModel, load_reference, reference_greedy
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -129,15 +130,13 @@ def test_items_are_timed_from_the_first_question_on(model: Path) -> None:
         assert [times.num_microbatches for times in llm.item_times()] == [0, 0]
 
 
-@pytest.mark.parametrize("backend", ["multi_process", "in_process"])
-def test_tune_measures_both_partitions_and_auto_uses_what_it_applied(model: Path, tmp_path, capsys, backend) -> None:
+def test_tune_measures_both_partitions_and_auto_uses_what_it_applied(model: Path, tmp_path, capsys) -> None:
     result = tmp_path / "result.json"
     status = main(
         [
             "tune", str(model), "-pp", "2", "--concurrency", "4", "--context", "20", "--output-len", "12",
             "--repetitions", "1", "--pp-layer-partition", "5,1", "--dtype", "float32", "--device", "cpu",
-            "--no-bind-cores", "--kv-cache-memory", "32MiB", "--distributed-executor-backend", backend, "--apply",
-            "--output", str(result),
+            "--no-bind-cores", "--kv-cache-memory", "32MiB", "--apply", "--output", str(result),
         ]
     )  # fmt: skip
     assert status == 0
@@ -155,6 +154,43 @@ def test_tune_measures_both_partitions_and_auto_uses_what_it_applied(model: Path
     choice = choose_partition(config, checkpoint, 64)
     assert choice.calibration is None and "a profile of `stageline tune`" in choice.note
     assert [len(stage.layers) for stage in choice.stages] == found["proposal"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["-pp", "1"], "tune at least 2 stages"),
+        (["-pp", "3", "--concurrency", "2"], "give at least 3"),
+        (["-pp", "2", "--context", "1"], "--context is 1"),
+        (["-pp", "2", "--distributed-executor-backend", "in_process"], "tune with multi_process"),
+        (["-pp", "2", "--pp-layer-partition", "5,2"], "6 layers"),
+    ],
+)
+def test_tune_refuses_before_a_start_what_it_could_not_measure(model: Path, capsys, flags: list[str], said) -> None:
+    assert main(["tune", str(model), *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_stages_of_one_process_are_cut_by_an_estimate(model: Path) -> None:
+    config = EngineConfig(
+        model=str(model), pipeline_parallel_size=2, pp_layer_partition="auto",
+        **_settings(distributed_executor_backend="in_process"),
+    )  # fmt: skip
+    choice = choose_partition(config, open_checkpoint(str(model)), 64)
+    assert choice.calibration is None and "an estimate from the model's shapes" in choice.note
+    assert sum(len(stage.layers) for stage in choice.stages) == NUM_LAYERS
+
+
+def test_latency_is_another_objective_than_throughput(model: Path) -> None:
+    asked = EngineConfig(model=str(model), pipeline_parallel_size=2, **_settings())
+    checkpoint = open_checkpoint(str(model))
+    costs = ItemCosts(0.0, (0.01,) * NUM_LAYERS, 0.0)
+    rooms = (StageRoom(), StageRoom(2.0))
+    key = profile_key_of(asked, checkpoint)
+    save_profile(Profile(key, str(model), PlannedMicrobatch(4, 20), costs, rooms))
+    for text, counts in [("auto", [2, 4]), ("auto-latency", [1, 5])]:
+        config = dataclasses.replace(asked, pp_layer_partition=text)
+        assert [len(stage.layers) for stage in choose_partition(config, checkpoint, 64).stages] == counts
 
 
 def test_a_profile_with_a_heavy_head_moves_layers_to_the_front(model: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from stageline.timeline.intervals import difference, intersection, length_s, union
 from stageline.timeline.journeys import critical_path, journeys, mean_split, split_latency
 from stageline.timeline.span import Span, SpanKind
+from stageline.timeline.view import format_split
 
 
 def _span(stage: int, microbatch: int, kind: SpanKind, start_s: float, end_s: float) -> Span:
@@ -136,3 +137,9 @@ def test_intervals_are_sets_of_instants(a, b):
     assert instants(intersection(first, second)) == instants(first) & instants(second)
     assert instants(difference(first, second)) == instants(first) - instants(second)
     assert length_s(first) == len(instants(first))
+
+
+def test_a_split_reads_as_one_line() -> None:
+    split = mean_split(journeys(DRAWN, 2), 2)
+    assert split is not None
+    assert format_split(split) == "8000.0 ms: s0 2000.0, s1 2000.0, sampling 500.0, hops 1500.0, queues 2000.0"

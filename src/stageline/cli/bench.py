@@ -24,6 +24,7 @@ from stageline.errors import ConfigError
 from stageline.sampling import SamplingParams
 from stageline.timeline.analysis import analyse
 from stageline.timeline.chrome_trace import write_chrome_trace
+from stageline.timeline.journeys import journeys, mean_split
 from stageline.timeline.span import Span
 
 if TYPE_CHECKING:
@@ -193,7 +194,9 @@ def _finish(
 ) -> int:
     """Print and write what was measured. Returns: the exit status, 1 if a file could not be written."""
     pipeline = analyse(spans, config.pipeline_parallel_size)
-    report = BenchReport(mode, config, outputs, batch_times_s, pipeline, advice)
+    decodes = [way for way in journeys(spans, config.pipeline_parallel_size) if not way.has_prompt_tokens]
+    decode_way = mean_split(decodes, config.pipeline_parallel_size)
+    report = BenchReport(mode, config, outputs, batch_times_s, pipeline, advice, decode_way)
     print(format_bench_report(report))
     status = 0
     if args.output:

@@ -13,7 +13,8 @@ import numpy as np
 from stageline.config.engine_config import EngineConfig
 from stageline.outputs import CompletionOutput, RequestOutput
 from stageline.timeline.analysis import PipelineReport, StageReport
-from stageline.timeline.view import format_report
+from stageline.timeline.journeys import LatencySplit
+from stageline.timeline.view import format_report, format_split
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class BenchReport:
         mode: throughput or latency.
         batch_times_s: wall time of each batch; one for throughput.
         advice: what the stages' spans say should be changed.
+        decode_way: of the mean microbatch that carried no prompt, from its schedule to its tokens; None without one.
     """
 
     mode: str
@@ -50,6 +52,7 @@ class BenchReport:
     batch_times_s: Sequence[float]
     pipeline: PipelineReport
     advice: Sequence[str] = ()
+    decode_way: LatencySplit | None = None
 
     @property
     def elapsed_s(self) -> float:
@@ -108,6 +111,7 @@ class BenchReport:
             "bubble_fraction": self.pipeline.bubble_fraction,
             "slowest_stage": self.pipeline.slowest_stage,
             "stages": [_stage_as_json(stage) for stage in self.pipeline.stages],
+            "decode_way": msgspec.to_builtins(self.decode_way),
             "advice": list(self.advice),
         }
 
@@ -137,7 +141,8 @@ def format_bench_report(report: BenchReport) -> str:
     ]
     if report.mode == "latency":
         lines.append(_percentile_row("batch", report.batch))
-    return "\n".join([*lines, "", format_report(report.pipeline), *report.advice])
+    way = [] if report.decode_way is None else [f"a decode's way around, {format_split(report.decode_way)}"]
+    return "\n".join([*lines, "", format_report(report.pipeline), *way, *report.advice])
 
 
 def _percentile_row(name: str, percentiles: Percentiles | None) -> str:

@@ -15,7 +15,7 @@ import msgspec
 from stageline.checkpoint import open_checkpoint
 from stageline.cli.opening import OpenLLM, SubParsers, add_command, check_can_write, open_llm, written
 from stageline.cli.tune_report import counts_text, format_items, format_trials, trials_as_json
-from stageline.config.engine_config import AUTO_PARTITION, PLANNED_CONTEXT_TOKENS, PLANNED_REQUESTS, EngineConfig
+from stageline.config.engine_config import AUTO_PARTITIONS, PLANNED_CONTEXT_TOKENS, PLANNED_REQUESTS, EngineConfig
 from stageline.config.flags import add_engine_flags, engine_config_from_args
 from stageline.cost.profile import Profile, save_profile
 from stageline.errors import ConfigError
@@ -104,6 +104,11 @@ def _checked(args: argparse.Namespace) -> tuple[EngineConfig, Checkpoint]:
     num_stages = config.pipeline_parallel_size
     if num_stages < 2:
         raise ConfigError(f"-pp is {num_stages}: one stage holds all layers anyway; tune at least 2 stages")
+    if config.distributed_executor_backend == "in_process":
+        raise ConfigError(
+            "--distributed-executor-backend is in_process: stages of one process take turns, whatever the partition; "
+            "tune with multi_process"
+        )
     if args.concurrency < num_stages:
         raise ConfigError(
             f"--concurrency is {args.concurrency} for {num_stages} stages; fewer requests than stages leave stages "
@@ -111,7 +116,7 @@ def _checked(args: argparse.Namespace) -> tuple[EngineConfig, Checkpoint]:
         )
     checkpoint = open_checkpoint(config.model)
     num_layers, asked = checkpoint.spec.num_layers, config.pp_layer_partition
-    if asked is None or asked.strip() == AUTO_PARTITION:
+    if asked is None or asked.strip() in AUTO_PARTITIONS:
         counts = default_layer_counts(num_layers, num_stages)
     else:
         counts = parse_layer_counts(asked, num_layers, num_stages, "--pp-layer-partition")

@@ -11,7 +11,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 EXECUTORS = ("multi_process", "in_process")
 QUANTIZATIONS = ("none", "int8")
-AUTO_PARTITION = "auto"
+# What `--pp-layer-partition` may say instead of counts, and what is made as small as can be then.
+AUTO_PARTITIONS = {"auto": "throughput", "auto-latency": "latency"}
 # The load that `--pp-layer-partition auto` and `stageline tune` balance the stages for, if they are not told another.
 PLANNED_REQUESTS, PLANNED_CONTEXT_TOKENS = 64, 256
 # A shorter silence is nothing unusual on a busy machine.
@@ -48,7 +49,8 @@ class EngineConfig:
     )
     pp_layer_partition: str | None = setting(
         None, "layers per stage, such as 16,14, or auto: by measured times, so that no stage is slower than it must be "
-        "(default: even; the environment variable VLLM_PP_LAYER_PARTITION is honoured, this flag wins)",
+        "(auto-latency: so that all together are as quick as can be) (default: even); the environment variable "
+        "VLLM_PP_LAYER_PARTITION is honoured, this flag wins",
         group="pipeline", metavar="N,N,..."
     )
     distributed_executor_backend: str = setting(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.config import environment
-from stageline.config.engine_config import AUTO_PARTITION, PLANNED_CONTEXT_TOKENS, PLANNED_REQUESTS, EngineConfig
+from stageline.config.engine_config import AUTO_PARTITIONS, PLANNED_CONTEXT_TOKENS, PLANNED_REQUESTS, EngineConfig
 from stageline.cost.layer_costs import (
     analytic_costs,
     costs_from_measured,
@@ -59,9 +59,9 @@ def choose_partition(config: EngineConfig, checkpoint: Checkpoint, max_model_len
     asked, source = config.pp_layer_partition, "--pp-layer-partition"
     if asked is None and (variable := environment.pp_layer_partition()) is not None:
         asked, source = variable.value, variable.name
-    if asked is None or asked.strip() != AUTO_PARTITION or num_stages == 1:
-        is_auto = asked is not None and asked.strip() == AUTO_PARTITION
-        return PartitionChoice(partition_layers(num_layers, num_stages, None if is_auto else asked, source))
+    objective = AUTO_PARTITIONS.get((asked or "").strip())
+    if objective is None or num_stages == 1:
+        return PartitionChoice(partition_layers(num_layers, num_stages, asked if objective is None else None, source))
     # Refused here if there are more stages than layers.
     default = partition_layers(num_layers, num_stages, None)
     planned = planned_microbatch(config, max_model_len)
@@ -69,18 +69,19 @@ def choose_partition(config: EngineConfig, checkpoint: Checkpoint, max_model_len
     profile = load_profile(profile_key_of(config, checkpoint))
     if profile is not None:
         origin = f"a profile of `stageline tune` ({profile.planned.num_rows} rows of {profile.planned.context_tokens})"
-        return _cut(profile.costs, profile.rooms_for(num_stages), sizes, origin)
+        return _cut(profile.costs, profile.rooms_for(num_stages), sizes, objective, origin)
     if config.distributed_executor_backend == "in_process":
         kv_bytes = kv_bytes_per_token(checkpoint.spec, 1, _itemsize(config, checkpoint))
         weights = item_bytes(checkpoint, _itemsize(config, checkpoint), config.quantization != "none", 0)
         costs = analytic_costs(checkpoint, planned, weights, kv_bytes)
-        return _cut(costs, (StageRoom(),) * num_stages, sizes, "an estimate from the model's shapes")
+        rooms = (StageRoom(),) * num_stages
+        return _cut(costs, rooms, sizes, objective, "an estimate from the model's shapes")
     kinds = layer_kinds(checkpoint)
 
     def choose(measured: list[StageItemTimes]) -> tuple[StageLayers, ...]:
         found = costs_from_measured(measured, kinds)
         origin = f"times of {len(measured[0].layers)} layers and the ends, taken just now by the stages"
-        choice = _cut(found.items, rooms_of(measured, found.speeds), sizes, origin)
+        choice = _cut(found.items, rooms_of(measured, found.speeds), sizes, objective, origin)
         logger.info("%s", choice.note)
         return choice.stages
 
@@ -123,8 +124,10 @@ def format_stage_times(times_s: Sequence[float]) -> str:
     return ", ".join(f"s{stage} {time_s * 1000:.1f} ms" for stage, time_s in enumerate(times_s))
 
 
-def _cut(costs: ItemCosts, rooms: Sequence[StageRoom], sizes: ItemBytes, origin: str) -> PartitionChoice:
-    counts = partition_by_cost(costs, rooms, sizes)
+def _cut(
+    costs: ItemCosts, rooms: Sequence[StageRoom], sizes: ItemBytes, objective: str, origin: str
+) -> PartitionChoice:
+    counts = partition_by_cost(costs, rooms, sizes, objective)
     stages = stages_of(counts)
     predicted = format_stage_times(stage_times_s(costs, rooms, counts))
     return PartitionChoice(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stageline.timeline.analysis import PipelineReport, StageReport
+from stageline.timeline.journeys import LatencySplit
 
 _HEADINGS = ("stage", "microbatches", "tokens", "busy", "waiting for input", "blocked on output", "idle", "bubble")
 
@@ -18,6 +19,19 @@ def format_report(report: PipelineReport) -> str:
         f"slowest stage s{report.slowest_stage}"
     )
     return "\n".join(lines)
+
+
+def format_split(split: LatencySplit) -> str:
+    """Such as "10.2 ms: s0 4.0, s1 4.1, sampling 1.0, hops 0.4, queues 0.7"; what took no time is left out."""
+    stages = {f"s{stage}": time_s for stage, time_s in enumerate(split.stages_s)}
+    others = {
+        "sampling": split.sampling_s,
+        "hops": sum(split.hops_s),
+        "queues": sum(split.queues_s),
+        "engine": split.engine_s,
+    }
+    parts = [f"{name} {time_s * 1000:.1f}" for name, time_s in (stages | others).items() if time_s >= 5e-5]
+    return f"{split.total_s * 1000:.1f} ms: {', '.join(parts)}"
 
 
 def _reasons(report: PipelineReport) -> str:
