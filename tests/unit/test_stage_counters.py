@@ -39,6 +39,18 @@ def test_busy_and_bubbles_sum_to_the_time_that_passed(steps, last_wait, start) -
     assert bubbles_and_busy_s(counters) == counters.elapsed_s == sum(expected.values())
 
 
+def test_totals_never_go_back_when_the_reader_looked_at_its_clock_too_early() -> None:
+    account = StageAccount(0)
+    account.start(0.0)
+    account.enter("busy", 1.0)
+    before = account.snapshot(2.0)
+    account.enter("idle", 3.0)
+    account.enter("busy", 4.0)
+    late = account.snapshot(3.5)
+    assert (before.busy_s, late.busy_s, late.idle_s) == (1.0, 2.0, 2.0)
+    assert bubbles_and_busy_s(late) == late.elapsed_s == 4.0
+
+
 def test_before_a_stage_is_ready_no_time_passes() -> None:
     account = StageAccount(0)
     account.enter("busy", 10.0)

@@ -137,6 +137,8 @@ class StageAccount:
     def snapshot(self, now_s: float, resident_bytes: int = 0) -> StageCounters:
         """The totals, with the time that the present state has lasted."""
         with self._lock:
+            # The reader's clock was read before the lock was had: a state may have begun since, and no total goes back.
+            now_s = max(now_s, self._since_s)
             time_s = dict(self._time_s)
             is_started = self._start_s is not None
             time_s[self._state] += now_s - self._since_s if is_started else 0.0
