@@ -178,5 +178,8 @@ def serving(model: str, *flags: str, environ: dict[str, str] | None = None) -> I
         server = Served(model, *flags, home=Path(home), environ=environ)
         try:
             yield server
+        except BaseException:
+            print(server.log)  # shown with a test that fails
+            raise
         finally:
             server.destroy()
