@@ -103,6 +103,10 @@ def test_of_the_tools_only_the_allowed_ones_are_left() -> None:
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        (
+            {"input": [{"role": "user", "content": "x", "summary": [{"type": "picture"}]}]},
+            "input[0].summary[0].type",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
@@ -124,8 +128,10 @@ def test_what_cannot_be_answered_is_refused_by_its_field(fields: dict[str, Any],
 
 def test_what_says_nothing_to_this_server_is_taken() -> None:
     request(max_tool_calls=1, safety_identifier="u", prompt_cache_key="k", service_tier="auto", truncation="auto")
-    with pytest.raises(msgspec.ValidationError):
-        request(max_tool_calls=0)
+    nobody = {"type": "allowed_tools", "mode": "auto", "tools": []}
+    for out_of_range in ({"max_tool_calls": 0}, {"top_logprobs": 21}, {"tool_choice": nobody}):
+        with pytest.raises(msgspec.ValidationError):
+            request(**out_of_range)
 
 
 @pytest.mark.parametrize(

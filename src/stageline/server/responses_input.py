@@ -127,6 +127,8 @@ def _messages_of_items(items: Sequence[InputItem]) -> list[ChatMessage]:
     for index, item in enumerate(items):
         field = f"input[{index}]"
         kind = item.type or "message"
+        for name in ("content", "output", "summary"):
+            _text_of(getattr(item, name) or "", f"{field}.{name}")  # also where this kind of item has no such field
         if kind == "reasoning":
             reasoning = _text_of(item.content or item.summary or "", f"{field}.content") or None
         elif kind == "function_call":

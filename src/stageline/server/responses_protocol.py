@@ -121,7 +121,7 @@ class AllowedTools(msgspec.Struct, kw_only=True, tag_field="type", tag="allowed_
     """The model may (auto) or must (required) call these tools, of all that are declared."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], Meta(extra_json_schema={"minItems": 1})]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
 
 
 Choice = Literal["none", "auto", "required"] | FunctionChoice | AllowedTools
@@ -186,7 +186,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     text: TextSettings | None = None
     reasoning: ReasoningSettings | None = None
     include: list[str] | None = None
-    top_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     metadata: Annotated[dict[str, str] | None, Meta(extra_json_schema={"maxProperties": MAX_METADATA})] = None
     truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
