@@ -1,4 +1,4 @@
-"""A warm-up brings what users bring: its sizes, made to fit the model, with nothing that the prefix cache could answer."""
+"""A warm-up brings what users bring: their sizes, made to fit the model, and nothing the prefix cache could answer."""
 
 from __future__ import annotations
 
