@@ -34,6 +34,13 @@ def kernels(environ: Mapping[str, str] = os.environ) -> str:
     return environ.get("STAGELINE_KERNELS") or "auto"
 
 
+def inject_slowdown(environ: Mapping[str, str] = os.environ) -> Variable | None:
+    """STAGELINE_INJECT_SLOWDOWN: stages and links to make slower, such as s1:1.5,link0:2ms. For tests and benchmarks."""
+    name = "STAGELINE_INJECT_SLOWDOWN"
+    value = environ.get(name)
+    return Variable(name, value) if value else None
+
+
 def api_keys(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """STAGELINE_API_KEY: a key that clients of the server must send, or several with commas between them."""
     return tuple(key.strip() for key in environ.get("STAGELINE_API_KEY", "").split(",") if key.strip())

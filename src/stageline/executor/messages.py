@@ -33,6 +33,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         engine_address: where its answers go.
         control_address, ping_address, input_address: where it listens; the first stage has no input.
         output_address: where its activations go; None for the last stage.
+        slowdown, input_delay_s: faults for tests; see `stageline.pipeline.slowdown.Slowdown`.
         calibration: if set, its layers are assigned after it, and the two numbers here mean nothing.
     """
 
@@ -57,6 +58,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     input_address: str | None
     output_address: str | None
     calibration: Calibration | None = None
+    slowdown: float = 1.0
+    input_delay_s: float = 0.0
 
 
 class AssignLayers(msgspec.Struct, frozen=True, array_like=True, tag="assign_layers"):

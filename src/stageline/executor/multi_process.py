@@ -50,6 +50,7 @@ from stageline.links.wakeup import Wakeup
 from stageline.pipeline.item_times import StageItemTimes
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
 from stageline.pipeline.partition import StageLayers
+from stageline.pipeline.slowdown import parse_slowdown
 from stageline.timeline.span import Span
 from stageline.timeline.stage_counters import StageCounters
 
@@ -102,6 +103,7 @@ class MultiProcessExecutor:
 
     def _start(self, model: str, stages: tuple[StageLayers, ...], max_model_len: int) -> None:
         running, num_stages = self._running, len(stages)
+        slowdown = parse_slowdown(environment.inject_slowdown(), num_stages)
         address = [f"ipc://{running.folder}/s{index}" for index in range(num_stages)]
         self._incoming = running.links.receiver(f"ipc://{running.folder}/engine")
         self._control = [running.links.sender(f"{prefix}.control") for prefix in address]
@@ -134,6 +136,8 @@ class MultiProcessExecutor:
                     input_address=None if stage.is_first else f"{prefix}.input",
                     output_address=None if stage.is_last else f"{address[stage.stage_index + 1]}.input",
                     calibration=self._asked_to_time(),
+                    slowdown=slowdown.stages[stage.stage_index],
+                    input_delay_s=slowdown.input_delay_s(stage.stage_index),
                 )
             )
             running.workers.append(worker)

@@ -32,11 +32,13 @@ def build_stage(
     clock: Clock,
     recorder: Recorder,
     on_progress: Callable[[int, int], None],
+    slowdown: float = 1.0,
 ) -> tuple[Stage, StageLoaded]:
     """Read one stage's weights and make it ready for `allocate_kv`.
 
     Args:
         dtype, device, quantization: as asked for, "auto" included.
+        slowdown: how many times as long it shall take to compute; a fault for tests.
         on_progress: called with (bytes read, bytes in all), first with 0 read.
     Raises: ConfigError if the weights do not fit or cannot be read, or would stay quantised off a CPU.
     """
@@ -68,6 +70,7 @@ def build_stage(
             stage_index=part.stage_index,
             clock=clock,
             record=recorder.record,
+            slowdown=slowdown,
         )
     report = StageLoaded(
         stage_index=part.stage_index,

@@ -28,6 +28,7 @@ from stageline.worker.device import free_memory_bytes, resolve_device, resolve_d
 from stageline.worker.input_buffers import InputBuffers
 from stageline.worker.kv_tensors import allocate_kv_tensors
 from stageline.worker.leading_tokens import largest
+from stageline.worker.stretch import Stretch
 
 _NUM_REMEMBERED = 4096
 _LEAST_ROWS_FRACTION = 0.8
@@ -42,25 +43,36 @@ class ItemTimer:
 
     Args:
         layers: the stage's.
+        stretch: makes each item slower, as the stage is.
     """
 
     def __init__(
-        self, stage_index: int, layers: Sequence[int], is_first: bool, is_last: bool, device: torch.device, clock: Clock
+        self,
+        stage_index: int,
+        layers: Sequence[int],
+        is_first: bool,
+        is_last: bool,
+        device: torch.device,
+        clock: Clock,
+        stretch: Stretch,
     ) -> None:
         self._stage_index = stage_index
         self._layers = list(layers)
         self._is_first, self._is_last = is_first, is_last
         self._device = device
         self._clock = clock
+        self._stretch = stretch
         self._marks: list[float] = []
         self._timed: deque[tuple[int, list[float]]] = deque(maxlen=_NUM_REMEMBERED)
 
     def start(self) -> None:
+        self._stretch.begin()
         self._marks = [self._clock.now_s()]
 
     def mark(self) -> None:
         """The next item is done."""
         synchronise(self._device)
+        self._stretch.end()
         self._marks.append(self._clock.now_s())
 
     def finish(self, num_decode_rows: int, num_tokens: int) -> None:
@@ -99,6 +111,7 @@ def calibrate(
     device: str,
     quantization: str,
     clock: Clock,
+    slowdown: float = 1.0,
 ) -> StageItemTimes:
     """Read a few layers and the stage's ends, run the planned microbatch through them some times, and forget them.
 
@@ -118,7 +131,7 @@ def calibrate(
     token_ids = torch.tensor(microbatch.token_ids, dtype=torch.int64, device=torch_device)
     states = torch.randn((planned.num_rows, spec.hidden_size), device=torch_device).to(torch_dtype)
     run_blocks = _as_run_in_serving(blocks, caches, states)
-    timer = ItemTimer(stage_index, layers, is_first, is_last, torch_device, clock)
+    timer = ItemTimer(stage_index, layers, is_first, is_last, torch_device, clock, Stretch(slowdown, clock))
     for _ in _rounds(clock, torch_device):
         timer.start()
         hidden_states = states if embedding is None else embedding(token_ids)

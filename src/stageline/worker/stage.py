@@ -34,6 +34,7 @@ from stageline.worker.device import synchronise
 from stageline.worker.input_buffers import InputBuffers
 from stageline.worker.kv_tensors import allocate_kv_tensors
 from stageline.worker.sampler import Sampler
+from stageline.worker.stretch import Stretch
 
 if TYPE_CHECKING:
     from stageline.worker.measure import ItemTimer
@@ -60,6 +61,7 @@ class Stage:
         reader: gives the weights, and with them dtype and device.
         max_model_len: tokens; the longest sequence.
         stage_index: for the spans.
+        slowdown: how many times as long it shall take to compute; a fault for tests.
         record: gets a span "forward" per microbatch and, on the last stage, one "sample"; None records nothing.
     Raises: CheckpointError if a weight is missing or misshapen.
     """
@@ -74,6 +76,7 @@ class Stage:
         stage_index: int = 0,
         clock: Clock | None = None,
         record: Callable[[Span], None] | None = None,
+        slowdown: float = 1.0,
     ) -> None:
         self._spec = spec
         self._num_layers = len(layers)
@@ -89,6 +92,7 @@ class Stage:
         self._limits: MicrobatchLimits | None = None
         self._buffers: InputBuffers | None = None
         self._timer: ItemTimer | None = None
+        self.stretch = Stretch(slowdown, self._clock)
 
     @property
     def is_first(self) -> bool:
@@ -169,14 +173,17 @@ class Stage:
         on_item = None if timer is None else timer.mark
         if timer is not None:
             timer.start()
+        self.stretch.begin()
         start_s = self._clock.now_s()
         output = self._decoder.forward(inputs, prepared.metadata, on_item)
         synchronise(self.device)
+        self.stretch.end()
         forward_end_s = self._clock.now_s()
         self._record_span("forward", microbatch, start_s, forward_end_s)
         if before_sampling is not None and microbatch.masked_rows and self.is_last:
             before_sampling()
         result = output if self._sampler is None else self._sample(self._sampler, microbatch, output)
+        self.stretch.end()
         if isinstance(result, MicrobatchResult):
             self._record_span("sample", microbatch, forward_end_s, self._clock.now_s())
         if timer is not None:

@@ -1,0 +1,37 @@
+"""Makes a stage slower by a factor, where it computes: so every span, every count and every measured item shows it."""
+
+from __future__ import annotations
+
+import time
+
+from stageline.clock import Clock
+
+_SPIN_S = 1e-4
+"""A sleep ends late by about as much; the last part of a wait is spent looking at the clock."""
+
+
+class Stretch:
+    """Args: factor: how many times as long the time between `begin` and `end` shall be; at least 1."""
+
+    def __init__(self, factor: float, clock: Clock) -> None:
+        self._more = factor - 1.0
+        self._clock = clock
+        self._since_s = 0.0
+
+    def begin(self) -> None:
+        self._since_s = self._clock.now_s()
+
+    def end(self) -> None:
+        """Wait until as much time has passed as should have, and begin anew. Others may have the core meanwhile."""
+        if self._more > 0:
+            now_s = self._clock.now_s()
+            wait_until(now_s + self._more * (now_s - self._since_s), self._clock)
+        self._since_s = self._clock.now_s()
+
+
+def wait_until(end_s: float, clock: Clock) -> None:
+    """Until that time on the clock, precisely."""
+    if (left_s := end_s - clock.now_s() - _SPIN_S) > 0:
+        time.sleep(left_s)
+    while clock.now_s() < end_s:
+        pass
