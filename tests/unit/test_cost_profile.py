@@ -71,6 +71,12 @@ def test_a_difference_that_may_be_noise_is_taken_for_none() -> None:
     assert found.items.layers_s == (0.0100, 0.0103)
 
 
+def test_one_disturbed_layer_makes_no_stage_slow() -> None:
+    calm, disturbed = {0: 0.010, 1: 0.010, 2: 0.010}, {3: 0.010, 4: 0.070, 5: 0.010}
+    found = costs_from_measured([_times(0, calm), _times(1, disturbed, head_s=0.1)], (0,) * 6)
+    assert found.speeds == (1.0, 1.0)
+
+
 def test_what_was_not_timed_at_all_is_a_bug() -> None:
     with pytest.raises(InternalError, match="kinds"):
         costs_from_measured([_times(0, {0: 0.01}, head_s=0.1)], (0, 1))

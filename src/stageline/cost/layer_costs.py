@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.stage_tensors import stage_tensor_names, stage_weight_bytes
@@ -74,33 +75,32 @@ def costs_from_measured(measured: Sequence[StageItemTimes], kinds: Sequence[int]
             own_s.setdefault(layer, []).append(time_s * speed)
             by_kind.setdefault(kinds[layer], []).append(time_s * speed)
         for kind, times_s in by_kind.items():
-            kind_s.setdefault(kind, _mean(times_s))
+            kind_s.setdefault(kind, median(times_s))
     if missing := set(kinds) - set(kind_s):
         raise InternalError(f"no layer of the kinds {sorted(missing)} was timed")
     all_of_kind_s: dict[int, list[float]] = {}
     for layer, times_s in own_s.items():
         all_of_kind_s.setdefault(kinds[layer], []).extend(times_s)
-    layers_s = [_mean(own_s.get(layer) or all_of_kind_s[kind]) for layer, kind in enumerate(kinds)]
+    layers_s = [median(own_s.get(layer) or all_of_kind_s[kind]) for layer, kind in enumerate(kinds)]
     embedding_s = [m.embedding_s * s for m, s in zip(measured, speeds, strict=True) if m.embedding_s is not None]
     head_s = [m.head_s * s for m, s in zip(measured, speeds, strict=True) if m.head_s is not None]
     if not embedding_s or not head_s:
         raise InternalError("the embedding or the LM head was not timed")
-    return MeasuredCosts(ItemCosts(_mean(embedding_s), tuple(layers_s), _mean(head_s)), tuple(speeds))
+    return MeasuredCosts(ItemCosts(median(embedding_s), tuple(layers_s), median(head_s)), tuple(speeds))
 
 
 def _speed(stage: StageItemTimes, kinds: Sequence[int], kind_s: dict[int, float]) -> float:
-    """How fast a stage is, from layers of kinds that an earlier stage timed too; 1 if there are none."""
-    shared = [(kind_s[kinds[layer]], t) for layer, t in zip(stage.layers, stage.layers_s, strict=True)
-              if kinds[layer] in kind_s]  # fmt: skip
-    taken_s = sum(time_s for _, time_s in shared)
-    if taken_s <= 0:
-        return 1.0
-    speed = sum(reference_s for reference_s, _ in shared) / taken_s
+    """How fast a stage is, from layers of kinds that an earlier stage timed too; 1 if there are none.
+
+    A median: one layer that was disturbed must not make a stage slow.
+    """
+    ratios = [
+        kind_s[kinds[layer]] / time_s
+        for layer, time_s in zip(stage.layers, stage.layers_s, strict=True)
+        if kinds[layer] in kind_s and time_s > 0
+    ]
+    speed = median(ratios) if ratios else 1.0
     return 1.0 if abs(speed - 1.0) <= _SAME_SPEED_FRACTION else speed
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def item_bytes(checkpoint: Checkpoint, itemsize: int, keeps_quantized: bool, kv_bytes_per_layer: int) -> ItemBytes:
