@@ -39,6 +39,8 @@ def main() -> int:
         command = [args.tools / "schemathesis", "run", f"{url}/openapi.json", "--continue-on-failure", "--no-shrink"]
         # What fits the schema may still be refused: for its length, or for a grammar that no schema describes.
         command += ["--exclude-checks", "positive_data_acceptance", "--max-examples", str(args.max_examples)]
+        # Some ask for 128 choices.
+        command += ["--request-timeout", str(DEADLINE_S)]
         schema = subprocess.run(command, check=False).returncode
     return comply or schema
 
