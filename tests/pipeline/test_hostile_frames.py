@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from stageline import LLM
 from stageline.errors import StagelineError
-from stageline.executor.messages import Allocate, CollectSpans, FromWorker, StageLoaded, Stop, WorkerConfig
+from stageline.executor.messages import Allocate, CollectItemTimes, FromWorker, StageLoaded, Stop, WorkerConfig
 from stageline.links.frames import activation_header, encode_message
 from stageline.links.sockets import Links
 from stageline.pipeline.microbatch import AddedRequest, ExtendedTable, Microbatch, MicrobatchLimits, MicrobatchResult
@@ -151,7 +151,7 @@ def run(
 VALID: list[bytes] = [
     encode_message(Allocate(LIMITS)),
     *map(encode_message, MICROBATCHES),
-    encode_message(CollectSpans(0.0)),
+    encode_message(CollectItemTimes()),
     encode_message(Stop()),
     *[frame for activation in activations() for frame in activation],
 ]

@@ -36,6 +36,7 @@ from stageline.executor.executor import OnProgress
 from stageline.outputs import OutputKind, RequestOutput
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.sampling import SamplingParams
+from stageline.timeline.recorder import DEFAULT_CAPACITY
 from stageline.timeline.span import Span
 
 _LONGEST_INLINE_PROMPT = 1000
@@ -299,10 +300,14 @@ class AsyncLLM:
         self._check_is_there()
         return await self._client.stats()
 
-    async def spans(self, since_s: float = 0.0) -> list[Span]:
-        """What every stage and the engine did since then, on `clock`, as far as their rings remember."""
+    async def spans(self, since_s: float = 0.0, most_per_stage: int = DEFAULT_CAPACITY) -> list[Span]:
+        """What every stage and the engine did since then, on `clock`, as far as their rings remember.
+
+        Args:
+            most_per_stage: if there are more, the newest of them.
+        """
         self._check_is_there()
-        return await self._client.spans(since_s)
+        return await self._client.spans(since_s, most_per_stage)
 
     # ---- the end ----
 

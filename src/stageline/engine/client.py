@@ -114,9 +114,9 @@ class EngineClient:
         assert isinstance(answer, EngineStats)
         return answer
 
-    async def spans(self, since_s: float) -> list[Span]:
+    async def spans(self, since_s: float, most_per_stage: int) -> list[Span]:
         question = next(self._next_question)
-        answer = await self._ask(question, AskSpans(self._index, question, since_s))
+        answer = await self._ask(question, AskSpans(self._index, question, since_s, most_per_stage))
         assert isinstance(answer, list)
         return answer
 

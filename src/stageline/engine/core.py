@@ -11,6 +11,7 @@ from __future__ import annotations
 import zmq
 
 from stageline.clock import Clock
+from stageline.engine.events import EventLog, StageShares
 from stageline.engine.stats import EngineFacts, EngineStats, ProcessUsage, SchedulerStats, StatsCollector
 from stageline.errors import InternalError
 from stageline.executor.executor import Executor
@@ -37,6 +38,9 @@ class EngineCore:
         self._ends_for_want_of_masks: list[RequestUpdate] = []
         executor.before_sampling(self._send_masks)
         self._stats = StatsCollector(scheduler.limits.max_model_len, clock.now_s())
+        self._events = EventLog()
+        self._shares = StageShares()
+        self._num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
@@ -51,6 +55,7 @@ class EngineCore:
     def refused(self) -> None:
         """Count a request that found no room."""
         self._stats.refused()
+        self._events.add(self._clock.now_s(), "refusal", "a request was refused: the queue is full")
 
     def abort(self, request_id: str, finish_reason: FinishReason = "abort") -> RequestUpdate | None:
         """End a request.
@@ -62,6 +67,8 @@ class EngineCore:
         update = self._scheduler.abort(request_id, self._clock.now_s())
         if update is not None:
             self._stats.ended(update, finish_reason)
+            if finish_reason == "abort":
+                self._events.add(self._clock.now_s(), "abort", f"request {request_id} was aborted")
         return update
 
     def wake_on(self, source: zmq.Socket[bytes]) -> None:
@@ -132,6 +139,7 @@ class EngineCore:
         while self._in_flight.has_room:
             start_s = self._clock.now_s()
             microbatch = self._scheduler.schedule(start_s)
+            self._note_preemptions(start_s)
             if microbatch is None:
                 return
             self._in_flight.launched(microbatch)
@@ -153,9 +161,25 @@ class EngineCore:
                 )
             )
 
+    def _note_preemptions(self, now_s: float) -> None:
+        num_new = self._scheduler.num_preemptions - self._num_preemptions
+        if num_new:
+            self._num_preemptions += num_new
+            what = "a request was" if num_new == 1 else f"{num_new} requests were"
+            self._events.add(now_s, "preemption", f"{what} preempted: the KV cache is full; it will be computed again")
+
     def spans(self, since_s: float = 0.0) -> list[Span]:
         """What all stages and this loop recorded."""
         return self.recorder.spans(since_s) + self._executor.collect_spans(since_s)
+
+    def ask_for_spans(self, since_s: float, most_per_stage: int) -> None:
+        """Ask the stages for their spans since then, the newest of them if there are many; does not wait."""
+        self._executor.ask_for_spans(since_s, most_per_stage)
+
+    def take_spans(self, since_s: float, most_per_stage: int) -> list[Span] | None:
+        """The spans that were asked for, and this loop's own, once; None as long as a stage owes its part."""
+        spans = self._executor.take_spans()
+        return None if spans is None else self.recorder.spans(since_s, most_per_stage) + spans
 
     def collect_item_times(self) -> list[StageItemTimes]:
         """See `stageline.executor.executor.Executor.collect_item_times`."""
@@ -174,9 +198,11 @@ class EngineCore:
         counters = self._executor.take_counters()
         if counters is None:
             return None
-        scheduler = self._scheduler
+        scheduler, now_s = self._scheduler, self._clock.now_s()
+        for stage_index, text in self._shares.slower(counters):
+            self._events.add(now_s, "slow_stage", text, stage_index)
         return self._stats.snapshot(
-            self._clock.now_s(),
+            now_s,
             ProcessUsage.of_this_process(),
             facts,
             SchedulerStats(
@@ -192,6 +218,7 @@ class EngineCore:
             self._in_flight.window,
             self._in_flight.microbatches,
             counters,
+            self._events.newest_first(),
         )
 
     def close(self) -> None:

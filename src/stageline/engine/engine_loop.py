@@ -77,6 +77,7 @@ class EngineLoop:
         self._owners: dict[str, int] = {}
         self._deadlines: list[tuple[float, str]] = []
         self._stats_questions: list[AskStats] = []
+        self._spans_questions: deque[AskSpans] = deque()
         self._is_draining = False
         self._is_stopping = False
         self._has_told_drained = False
@@ -100,6 +101,24 @@ class EngineLoop:
             for asked in self._stats_questions:
                 self._send(asked.client_index, StatsAnswer(asked.question, stats))
             self._stats_questions.clear()
+        self._answer_spans()
+
+    def _answer_spans(self) -> None:
+        """One question after the other; each is asked of the stages when the one before was answered."""
+        if not self._spans_questions:
+            return
+        asked = self._spans_questions[0]
+        spans = self._core.take_spans(asked.since_s, asked.most_per_stage)
+        if spans is None:
+            return
+        self._spans_questions.popleft()
+        self._send(asked.client_index, SpansAnswer(asked.question, spans))
+        self._ask_for_spans()
+
+    def _ask_for_spans(self) -> None:
+        if self._spans_questions:
+            asked = self._spans_questions[0]
+            self._core.ask_for_spans(asked.since_s, asked.most_per_stage)
 
     # ---- what comes in ----
 
@@ -139,8 +158,9 @@ class EngineLoop:
                 self._core.ask_for_stats()
                 self._stats_questions.append(message)
             case AskSpans():
-                spans = self._core.spans(message.since_s)
-                self._send(message.client_index, SpansAnswer(message.question, spans))
+                self._spans_questions.append(message)
+                if len(self._spans_questions) == 1:
+                    self._ask_for_spans()
 
     def _add(self, message: AddRequests) -> None:
         if not message.requests:

@@ -155,9 +155,12 @@ class AskStats(msgspec.Struct, frozen=True, array_like=True, tag="ask_stats"):
 
 
 class AskSpans(msgspec.Struct, frozen=True, array_like=True, tag="ask_spans"):
+    """The spans that ended after `since_s`, of every stage and of the engine the newest `most_per_stage`."""
+
     client_index: int
     question: int
     since_s: float
+    most_per_stage: int
 
 
 FromClient = AddRequests | Abort | AskStats | AskSpans

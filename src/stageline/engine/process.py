@@ -149,6 +149,7 @@ def _facts(pipeline: Pipeline, config: EngineProcessConfig) -> EngineFacts:
         max_num_seqs=asked.max_num_seqs,
         max_num_batched_tokens=asked.max_num_batched_tokens,
         enable_prefix_caching=asked.enable_prefix_caching,
+        kv_plan=plan,
         stages=[
             StageFacts(
                 stage_index=part.stage_index,

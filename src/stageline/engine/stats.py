@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import msgspec
 import psutil
 
+from stageline.engine.events import EngineEvent
+from stageline.kv.kv_plan import KVPlan
 from stageline.outputs import FinishReason
 from stageline.pipeline.microbatch import Microbatch
 from stageline.request import EngineRequest, RequestUpdate
@@ -135,6 +137,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     enable_prefix_caching: bool
     stages: list[StageFacts]
+    kv_plan: KVPlan | None = None
 
 
 class ProcessUsage(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +154,7 @@ class ProcessUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot. `now_s` and `started_s` are on the engine's clock; `stages` is in order."""
+    """A snapshot. `now_s` and `started_s` are on the engine's clock; `stages` is in order, `events` newest first."""
 
     started_s: float
     now_s: float
@@ -161,6 +164,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     requests: RequestStats
     microbatches: MicrobatchStats
     stages: list[StageCounters]
+    events: list[EngineEvent] = []
 
 
 @dataclass
@@ -276,6 +280,7 @@ class StatsCollector:
         window: int,
         in_flight: Iterable[Microbatch],
         stages: Sequence[StageCounters],
+        events: Sequence[EngineEvent] = (),
     ) -> EngineStats:
         """Everything counted so far, beside what its owners tell of now."""
         return EngineStats(
@@ -296,6 +301,7 @@ class StatsCollector:
                 },
             ),
             stages=sorted(stages, key=lambda stage: stage.stage_index),
+            events=list(events),
         )
 
     def _requests(self) -> RequestStats:

@@ -82,12 +82,23 @@ class Executor(Protocol):
         Args:
             until_s: wait no longer than this, on the engine's clock.
         Returns: the next result, in the order of launching; None for anything else: a ring of `wakeup`, something to
-            receive from a source of `wake_on`, the time, or counters from all stages.
+            receive from a source of `wake_on`, the time, or counters or spans from all stages.
         """
         ...
 
+    def ask_for_spans(self, since_s: float, most_per_stage: int | None = None) -> None:
+        """Ask every stage for what it recorded since then, the newest of it if that is much; does not wait.
+
+        A question before the answer to the one before is ignored.
+        """
+        ...
+
+    def take_spans(self) -> list[Span] | None:
+        """The answer to `ask_for_spans`, as far as the stages' rings remember, once; None as long as one owes it."""
+        ...
+
     def collect_spans(self, since_s: float = 0.0) -> list[Span]:
-        """What the stages recorded, as far as their rings remember."""
+        """Ask for all spans, and wait for them."""
         ...
 
     def collect_item_times(self) -> list[StageItemTimes]:

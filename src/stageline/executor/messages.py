@@ -76,9 +76,10 @@ class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
 
 
 class CollectSpans(msgspec.Struct, frozen=True, array_like=True, tag="collect_spans"):
-    """Send the recorded spans that end at or after `since_s`."""
+    """Send the recorded spans that ended after `since_s`, the newest `most` of them; all if that is None."""
 
     since_s: float
+    most: int | None = None
 
 
 class CollectItemTimes(msgspec.Struct, frozen=True, array_like=True, tag="collect_item_times"):
@@ -97,8 +98,8 @@ class CollectCounters(msgspec.Struct, frozen=True, array_like=True, tag="collect
     """Send the stage's running totals."""
 
 
-ToResponder = Ping | CollectCounters
-ToWorker = Microbatch | TokenMasks | Allocate | AssignLayers | CollectSpans | CollectItemTimes | Stop
+ToResponder = Ping | CollectCounters | CollectSpans
+ToWorker = Microbatch | TokenMasks | Allocate | AssignLayers | CollectItemTimes | Stop
 
 
 class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):

@@ -54,7 +54,7 @@ from stageline.pipeline.slowdown import parse_slowdown
 from stageline.timeline.span import Span
 from stageline.timeline.stage_counters import StageCounters
 
-_Answer = TypeVar("_Answer", Allocated, Spans, StageItemTimes)
+_Answer = TypeVar("_Answer", Allocated, StageItemTimes)
 
 _LAST_WORDS_S = 0.5
 """How long an ended process's last message may take to arrive."""
@@ -92,6 +92,8 @@ class MultiProcessExecutor:
         self._results: deque[MicrobatchResult] = deque()
         self._counters: dict[int, StageCounters] = {}
         self._is_counters_asked = False
+        self._spans: dict[int, list[Span]] = {}
+        self._is_spans_asked = False
         self._watch = Watch(config.heartbeat_timeout_s, config.load_timeout_s, len(stages), clock.now_s())
         self._running = _Running(len(stages))
         self._finalizer = weakref.finalize(self, self._running.end, 0.0)
@@ -209,9 +211,33 @@ class MultiProcessExecutor:
             self._check_is_late(message)
             return None
 
+    def ask_for_spans(self, since_s: float, most_per_stage: int | None = None) -> None:
+        if self._is_spans_asked:
+            return
+        self._check_alive()
+        self._is_spans_asked = True
+        self._ask_responders(encode_message(CollectSpans(since_s, most_per_stage)))
+
+    def take_spans(self) -> list[Span] | None:
+        if len(self._spans) < len(self._control):
+            return None
+        spans = [span for index in sorted(self._spans) for span in self._spans[index]]
+        self._spans.clear()
+        self._is_spans_asked = False
+        return spans
+
     def collect_spans(self, since_s: float = 0.0) -> list[Span]:
-        self._send_to_all(encode_message(CollectSpans(since_s)))
-        return [span for answer in self._gather(Spans) for span in answer.spans]
+        if self._is_spans_asked:
+            self._wait_for_spans()  # the answer to a question whose asker was interrupted
+        self.ask_for_spans(since_s)
+        return self._wait_for_spans()
+
+    def _wait_for_spans(self) -> list[Span]:
+        while (spans := self.take_spans()) is None:
+            message = self._receive(Spans, MicrobatchResult)
+            if isinstance(message, MicrobatchResult):
+                self._results.append(message)
+        return spans
 
     def collect_item_times(self) -> list[StageItemTimes]:
         self._send_to_all(encode_message(CollectItemTimes()))
@@ -222,9 +248,12 @@ class MultiProcessExecutor:
             return
         self._check_alive()
         self._is_counters_asked = True
-        # Asked like a ping: the thread that answers is not the one that computes.
+        self._ask_responders(encode_message(CollectCounters()))
+
+    def _ask_responders(self, frame: bytes) -> None:
+        """Asked like a ping: the thread that answers is not the one that computes."""
         for socket in self._pings:
-            socket.send(encode_message(CollectCounters()))
+            socket.send(frame)
 
     def take_counters(self) -> list[StageCounters] | None:
         if len(self._counters) < len(self._control):
@@ -307,6 +336,8 @@ class MultiProcessExecutor:
             self._watch.heard_of(message.stage_index)
         if isinstance(message, StageCounters):
             self._counters[message.stage_index] = message
+        elif isinstance(message, Spans):
+            self._spans[message.stage_index] = message.spans
         if isinstance(message, Failed):
             raise _loss_of(message)
         return message

@@ -22,6 +22,7 @@ from stageline.links.child_process import read_message
 from stageline.links.frames import encode_message
 from stageline.links.sockets import Links
 from stageline.log import set_up_logging
+from stageline.timeline.recorder import Recorder
 from stageline.timeline.stage_counters import StageAccount
 from stageline.worker.responder import start_responder
 
@@ -40,9 +41,16 @@ def main() -> int:
     try:
         set_up_logging(config.log_level, config.stage_index)
         control = links.receiver(config.control_address)
-        account = StageAccount(config.stage_index)
-        start_responder(config.stage_index, config.ping_address, config.engine_address, config.socket_folder, account)
-        _run(config, links, control, engine, account)
+        account, recorder = StageAccount(config.stage_index), Recorder()
+        start_responder(
+            config.stage_index,
+            config.ping_address,
+            config.engine_address,
+            config.socket_folder,
+            account,
+            recorder,
+        )
+        _run(config, links, control, engine, account, recorder)
         return 0
     except BaseException as error:
         engine.send(encode_message(_last_words(config.stage_index, error)))
@@ -67,6 +75,7 @@ def _run(
     control: zmq.Socket[bytes],
     engine: zmq.Socket[bytes],
     account: StageAccount,
+    recorder: Recorder,
 ) -> None:
     if config.cores:
         os.sched_setaffinity(0, config.cores)
@@ -74,7 +83,7 @@ def _run(
     from stageline.worker.worker import Worker
 
     set_threads(config.num_threads)
-    Worker(config, links, control, engine, account).run()
+    Worker(config, links, control, engine, account, recorder).run()
 
 
 def _read_config() -> WorkerConfig:

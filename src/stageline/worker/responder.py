@@ -1,4 +1,4 @@
-"""The thread of a stage's process that is never busy: answers pings, tells counters, leaves when the engine is gone."""
+"""The thread of a stage's process that is never busy: answers pings, tells counters and spans, leaves with the engine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ import zmq
 
 from stageline.clock import MonotonicClock
 from stageline.errors import FrameError
-from stageline.executor.messages import Ping, Pong, ToResponder
+from stageline.executor.messages import CollectCounters, CollectSpans, Pong, Spans, ToResponder
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links
+from stageline.timeline.recorder import Recorder
 from stageline.timeline.stage_counters import StageAccount, StageCounters
 
 
 def start_responder(
-    stage_index: int, ping_address: str, engine_address: str, socket_folder: str, account: StageAccount
+    stage_index: int,
+    ping_address: str,
+    engine_address: str,
+    socket_folder: str,
+    account: StageAccount,
+    recorder: Recorder,
 ) -> None:
     """Start the thread. It needs no stopping: it ends with the process.
 
@@ -47,7 +53,13 @@ def start_responder(
                 asked = decoder.decode(pings.recv())
             except FrameError:
                 continue  # not of this engine; a question that is not understood is not answered
-            answers.send(pong if isinstance(asked, Ping) else encode_message(_counters(account)))
+            match asked:
+                case CollectCounters():
+                    answers.send(encode_message(_counters(account)))
+                case CollectSpans():
+                    answers.send(encode_message(Spans(stage_index, recorder.spans(asked.since_s, asked.most))))
+                case _:
+                    answers.send(pong)
 
     threading.Thread(target=respond, name="responder", daemon=True).start()
 
