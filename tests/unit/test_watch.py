@@ -112,6 +112,16 @@ def test_a_stage_that_does_not_come_up_has_the_loading_time() -> None:
     assert LOAD_S <= engine.now_s - start_s <= LOAD_S + HEARTBEAT_S
 
 
+def test_a_stage_may_be_silent_for_longer_while_it_loads() -> None:
+    engine = WaitingEngine(2, {0}, are_loaded=False)
+    engine.watch.loaded(0)
+    engine.watch.progressed(1)
+    start_s = engine.now_s
+    lost = engine.wait(10 * HEARTBEAT_S)
+    assert lost == (1, "no sign of life within 4 times --heartbeat-timeout-s 4")
+    assert 3 * HEARTBEAT_S < engine.now_s - start_s <= 4 * HEARTBEAT_S + 1e-6
+
+
 def test_loading_may_take_any_time_as_long_as_it_goes_on() -> None:
     engine = WaitingEngine(1, {0}, are_loaded=False)
     for _ in range(20):

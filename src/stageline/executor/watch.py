@@ -8,6 +8,9 @@ from __future__ import annotations
 
 _ROUNDS_PER_TIMEOUT = 8
 
+_PATIENCE_WHILE_LOADING = 4
+"""Timeouts a loading stage may be silent for: it imports and packs, and every other stage keeps the machine as busy."""
+
 
 class Watch:
     """Counts each stage's silence.
@@ -67,11 +70,15 @@ class Watch:
 
     def silence(self) -> tuple[int, str] | None:
         """A stage that is lost, and why; None as long as there is hope."""
-        # The last interval of a timeout may have passed before the question was asked.
-        hearing_s = self._heartbeat_timeout_s - self._interval_s
         for stage_index, asked_s in enumerate(self._asked_s):
+            is_loading = self._progress_s[stage_index] is not None
+            patience = _PATIENCE_WHILE_LOADING if is_loading else 1
+            # The last interval of a timeout may have passed before the question was asked.
+            hearing_s = patience * self._heartbeat_timeout_s - self._interval_s
             if asked_s is not None and self._waited_s - asked_s >= hearing_s:
-                return stage_index, f"no sign of life within --heartbeat-timeout-s {self._heartbeat_timeout_s:g}"
+                allowed = f"{patience} times " if is_loading else ""
+                limit = f"{allowed}--heartbeat-timeout-s {self._heartbeat_timeout_s:g}"
+                return stage_index, f"no sign of life within {limit}"
         for stage_index, progress_s in enumerate(self._progress_s):
             if progress_s is not None and self._waited_s - progress_s >= self._load_timeout_s:
                 limit = f"--load-timeout-s {self._load_timeout_s:g}"
