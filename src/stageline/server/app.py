@@ -16,7 +16,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import stageline
 from stageline.config.serve_config import ServeConfig
 from stageline.engine.async_llm import AsyncLLM
-from stageline.server import chat, completions, docs_page, metrics, models, openapi, responses, tokenize
+from stageline.server import (
+    chat,
+    completions,
+    dashboard,
+    debug,
+    docs_page,
+    metrics,
+    models,
+    openapi,
+    responses,
+    tokenize,
+)
 from stageline.server.auth import RequireKey, path_of
 from stageline.server.errors import api_error_of, error_response, on_error, on_http_exception
 from stageline.server.http_counters import CountRequests, HttpCounters
@@ -24,9 +35,11 @@ from stageline.server.limits import LimitHeaders
 from stageline.server.request_record import RequestIds
 from stageline.server.state import ServerState
 
-_MODULES = (chat, completions, models, responses, tokenize)
+_MODULES = (chat, completions, models, responses, tokenize, debug, dashboard)
 # These tell what is the matter while the model loads; all others wait for it.
-_ALWAYS_ANSWERED = frozenset({"/health", "/ping", "/version", "/metrics", "/load", "/openapi.json", "/docs"})
+_ALWAYS_ANSWERED = frozenset(
+    {"/health", "/ping", "/version", "/metrics", "/load", "/openapi.json", "/docs", dashboard.PATH}
+)
 
 
 def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:

@@ -14,8 +14,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stageline.server.errors import ApiError, error_response
 
-# Load balancers and process managers ask these, without keys.
-OPEN_PATHS = frozenset({"/health", "/ping"})
+# Load balancers and process managers ask these, without keys. A browser opens the dashboard, which holds no data, and
+# sends the key when it asks for some.
+OPEN_PATHS = frozenset({"/health", "/ping", "/dashboard"})
 _SCHEME = b"bearer "
 
 

@@ -46,7 +46,8 @@ def routes(state: ServerState, operations: Sequence[Operation]) -> list[Route]:
 
 def describe(state: ServerState, operations: Sequence[Operation]) -> dict[str, Any]:
     """The whole document."""
-    types = [kind for one in operations for kind in (one.request, one.answer, one.event) if _is_struct(kind)]
+    used = [(one.request, one.answer, one.other_answer, one.event) for one in operations]
+    types = [kind for kinds in used for kind in kinds if _is_struct(kind)]
     kinds = list(dict.fromkeys([ErrorBody, *types]))
     references, components = msgspec.json.schema_components(kinds, ref_template=_REF)
     schema_of = dict(zip(kinds, references, strict=True))
@@ -121,10 +122,12 @@ def _operation(
         if one.example:
             content["example"] = {"model": state.model_names[0], **one.example}
         described["requestBody"] = {"required": True, "content": {JSON: content}}
+    parameters: list[dict[str, Any]] = [{"name": p.name, "in": "query", "schema": {**p.schema}} for p in one.query]
     if "{model}" in one.path:
-        described["parameters"] = [
-            {"name": "model", "in": "path", "required": True, "schema": {"enum": list(state.model_names)}}
-        ]
+        names = {"enum": list(state.model_names)}
+        parameters.append({"name": "model", "in": "path", "required": True, "schema": names})
+    if parameters:
+        described["parameters"] = parameters
     return described
 
 
@@ -137,6 +140,8 @@ def _success(one: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, 
     if one.answer_type != JSON:
         return {"description": "Done", "content": {one.answer_type: {"schema": {"type": "string"}}}}
     schema = schema_of.get(one.answer, {"type": "object"})
+    if one.other_answer is not None:
+        schema = {"anyOf": [schema, schema_of[one.other_answer]]}
     content: dict[str, Any] = {JSON: {"schema": schema}}
     if one.event is not None:
         content["text/event-stream"] = {"schema": _event_schema(schema_of[one.event], schema_of[ErrorBody])}

@@ -13,11 +13,21 @@ BODY_ERRORS = (400, 404, 413, 415, 429, 500, 503, 504)
 
 
 @dataclass(frozen=True)
+class QueryParameter:
+    """A parameter after the question mark; it may be left out. `schema` is its JSON schema."""
+
+    name: str
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Operation:
     """One method of one path.
 
     Args:
         answer: the body of a success, as JSON; None for text of the type `answer_type`.
+        other_answer: what it may be instead, if the request can ask for that.
+        query: its parameters after the question mark.
         request_rule: what a request must keep beside its struct's types, as JSON schema.
     event: what an event of a stream holds, if the request can ask for one.
         errors: statuses besides those that every request may get.
@@ -36,4 +46,6 @@ class Operation:
     event: Any = None
     errors: tuple[int, ...] = ()
     is_open: bool = False
+    other_answer: Any = None
+    query: tuple[QueryParameter, ...] = ()
     example: Mapping[str, Any] = field(default_factory=dict)

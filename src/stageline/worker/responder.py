@@ -1,4 +1,4 @@
-"""The thread of a stage's process that is never busy: answers pings, tells counters and spans, leaves with the engine."""
+"""The thread of a stage's process that is never busy: answers pings, tells counters, spans, leaves with the engine."""
 
 from __future__ import annotations
 
