@@ -17,8 +17,9 @@ EventKind = Literal["preemption", "abort", "refusal", "slow_stage"]
 
 MOST_EVENTS = 50
 
-_SLOWER_SHARE = 1.25
-_LEAST_BUSY_S = 0.5
+_SLOWER = 1.5
+_LEAST_BUSY_S = 1.0
+_NUM_LOOKS = 2
 
 
 class EngineEvent(msgspec.Struct, frozen=True):
@@ -55,31 +56,34 @@ class EventLog:
 
 
 class StageShares:
-    """Notices a stage that became slower than it was, from the counters that pass by.
+    """Notices a stage that became slower than it was, from the counters that pass by: whoever asks for them looks.
 
-    A stage's share of all stages' computing does not depend on how much there is to do; it grows when a neighbour takes
-    its cores away, or when its input got more expensive for it than for the others.
+    What a stage computes beside what the others do does not depend on how much there is to do; it grows when a
+    neighbour takes the stage's cores away.
     """
 
     def __init__(self) -> None:
         self._seen_s: list[float] = []
         self._usual: list[float] = []
+        self._num_slow: list[int] = []
 
     def slower(self, counters: Sequence[StageCounters]) -> Iterator[tuple[int, str]]:
-        """Stages whose share since the last look is far above their share until then, and a sentence on each."""
+        """Stages that were slower than usual for some looks in a row now, and a sentence on each."""
         now_s = [stage.busy_s for stage in counters]
         before_s = self._seen_s or [0.0] * len(now_s)
         since_s = [now - before for now, before in zip(now_s, before_s, strict=True)]
         if sum(since_s) < _LEAST_BUSY_S * len(now_s) or len(now_s) < 2:
             return
         self._seen_s = now_s
-        shares = [busy_s / sum(since_s) for busy_s in since_s]
-        usual, self._usual = self._usual, shares if not self._usual else self._blend(shares)
-        for stage_index, (share, was) in enumerate(zip(shares, usual, strict=False)):
-            if share > was * _SLOWER_SHARE:
-                text = f"s{stage_index} became slower: {share:.0%} of all stages' computing, was {was:.0%}"
-                yield stage_index, text
-
-    def _blend(self, shares: Sequence[float]) -> list[float]:
-        """Slowly: what lasts becomes usual."""
-        return [0.8 * usual + 0.2 * share for usual, share in zip(self._usual, shares, strict=True)]
+        ratios = [busy_s / max(sum(since_s) - busy_s, 1e-9) for busy_s in since_s]
+        if not self._usual:
+            self._usual, self._num_slow = ratios, [0] * len(ratios)
+            return
+        for stage_index, (ratio, usual) in enumerate(zip(ratios, self._usual, strict=True)):
+            is_slow = ratio > usual * _SLOWER
+            self._num_slow[stage_index] = self._num_slow[stage_index] + 1 if is_slow else 0
+            if self._num_slow[stage_index] == _NUM_LOOKS:
+                times = ratio / usual if usual else float("inf")
+                yield stage_index, f"s{stage_index} became slower: {times:.1f} times as long as usual beside the others"
+        # Slowly: what lasts becomes usual.
+        self._usual = [0.8 * usual + 0.2 * ratio for usual, ratio in zip(self._usual, ratios, strict=True)]

@@ -27,7 +27,7 @@ OPERATIONS = [
 
 
 def routes(state: ServerState) -> list[Route]:
-    page, policy = assemble()
+    page, policy = assemble(bool(state.config.api_key))
 
     async def show_dashboard(_state: ServerState, _http: Request) -> Response:
         headers = {
@@ -41,7 +41,7 @@ def routes(state: ServerState) -> list[Route]:
     return [Route(PATH, endpoint(state, show_dashboard), methods=["GET"])]
 
 
-def assemble() -> tuple[str, str]:
+def assemble(needs_key: bool) -> tuple[str, str]:
     """Returns: the page, and the policy under which it runs."""
     files = resources.files(__name__)
     style = files.joinpath("style.css").read_text(encoding="utf-8")
@@ -51,6 +51,7 @@ def assemble() -> tuple[str, str]:
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
+    page = page.replace('data-needs-key="no"', f'data-needs-key="{"yes" if needs_key else "no"}"')
     return page.replace("/* style */", style).replace("/* script */", script), policy
 
 

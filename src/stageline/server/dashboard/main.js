@@ -127,4 +127,5 @@ document.addEventListener("visibilitychange", () => { waitMs = EVERY_MS; lastS =
 
 showLegend(byId("legend"), BOXES);
 showLegend(byId("share-legend"), SHARES);
-ask();
+if (document.documentElement.dataset.needsKey === "yes" && sessionStorage.getItem(KEY_NAME) === null) askForKey();
+else ask();

@@ -169,7 +169,7 @@ const showQueue = (view) => {
     `every stage (${percent(used)})${limit}; ${count(view.requests.num_preemptions)} preemptions`);
 };
 
-const COLUMNS = ["Stage", "Layers", "Also holds", "Per microbatch", "Weights", "KV cache", "KV unused", "Process", "Link in", "Latency"];
+const COLUMNS = ["Stage", "Layers", "Also holds", "Step", "Weights", "KV cache", "KV unused", "Process", "Link in", "Latency"];
 const makeStageRow = () => {
   const row = make("tr");
   for (const name of COLUMNS) {
@@ -215,6 +215,6 @@ const showEvents = (events, nowS) => {
     setText(row.querySelector(".when"), event.time_s === null ? "" : ago(nowS - event.time_s));
     setText(row.querySelector(".kind"), EVENT_NAMES[event.kind] || event.kind);
     setText(row.querySelector(".text"), event.num_times > 1 ? `${event.text} (and ${count(event.num_times - 1)} before it)` : event.text);
-    row.classList.toggle("quiet", event.time_s === null);
+    row.className = event.time_s === null ? "none quiet" : "";
   });
 };
