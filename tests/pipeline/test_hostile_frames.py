@@ -207,7 +207,7 @@ def expected(model: Path) -> list[tuple[int, list[int]]]:
 def little_memory() -> Iterator[None]:
     """A number in a message that makes a stage allocate without bounds fails here instead of the machine."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**31, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**33, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
 
