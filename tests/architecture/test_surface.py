@@ -83,6 +83,7 @@ WITHOUT_ENGINE_FLAGS = {
         --output-len --plot --prefix-len --range-ratio --rates --request-rate --seed --temperature --time-scale
         --timeout-s
     """),
+    "timeline": ["--api-key", "--ca-file", "--chrome", "--png", "--save", "--seconds", "--url", "--width"],
 }
 
 

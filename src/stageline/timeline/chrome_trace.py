@@ -44,6 +44,27 @@ def write_chrome_trace(path: str | Path, spans: Iterable[Span]) -> None:
     Path(path).write_bytes(msgspec.json.encode(chrome_trace(spans)))
 
 
+def spans_of_chrome_trace(trace: dict[str, Any]) -> list[Span]:
+    """The spans that a trace of `chrome_trace` was made of, its time 0 being the first one's start.
+
+    Raises: ValueError if it was made by something else.
+    """
+    spans = []
+    for event in trace["traceEvents"]:
+        if event.get("ph") != "X":
+            continue
+        try:
+            name = event["name"].split(" ")[0]
+            start_s = event["ts"] / 1e6
+            end_s = start_s + event["dur"] / 1e6
+            sizes = event["args"]["tokens"], event["args"]["rows"]
+            values = (event["pid"] - 1, int(name.removeprefix("m")), event["cat"], start_s, end_s, *sizes)
+            spans.append(msgspec.convert(values, Span))
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise ValueError(f"event {event.get('name')!r}: {error}") from error
+    return spans
+
+
 def _process_id(stage_index: int) -> int:
     """The engine, stage -1, is process 0."""
     return stage_index + 1
