@@ -34,3 +34,13 @@ def test_since_leaves_out_spans_that_ended_before() -> None:
 def test_a_recorder_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="capacity 0"):
         Recorder(0)
+
+
+@given(capacity=st.integers(1, 9), num_spans=st.integers(0, 20), most=st.integers(0, 12))
+def test_the_newest_so_many_are_told(capacity: int, num_spans: int, most: int) -> None:
+    recorder = Recorder(capacity)
+    for number in range(num_spans):
+        recorder.record(_span(number))
+    kept = recorder.spans()
+    assert recorder.spans(most=most) == (kept[-most:] if most else [])
+    assert recorder.spans(since_s=3.0, most=most) == ([s for s in kept if s.end_s > 3.0][-most:] if most else [])

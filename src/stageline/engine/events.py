@@ -85,5 +85,6 @@ class StageShares:
             if self._num_slow[stage_index] == _NUM_LOOKS:
                 times = ratio / usual if usual else float("inf")
                 yield stage_index, f"s{stage_index} became slower: {times:.1f} times as long as usual beside the others"
-        # Slowly: what lasts becomes usual.
-        self._usual = [0.8 * usual + 0.2 * ratio for usual, ratio in zip(self._usual, ratios, strict=True)]
+        # Slowly: what lasts becomes usual, and what is extreme does not.
+        believed = [min(ratio, usual * _SLOWER) for ratio, usual in zip(ratios, self._usual, strict=True)]
+        self._usual = [0.8 * usual + 0.2 * ratio for ratio, usual in zip(believed, self._usual, strict=True)]

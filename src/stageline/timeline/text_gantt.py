@@ -6,6 +6,7 @@ enough to name microbatches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from stageline.timeline.span import Span
@@ -61,8 +62,8 @@ def _shaded(spans: Sequence[Span], columns: int, start_s: float, end_s: float) -
         for column in range(max(0, first), min(columns - 1, last) + 1):
             begins_s = start_s + column * column_s
             busy_s[column] += max(0.0, min(span.end_s, begins_s + column_s) - max(span.start_s, begins_s))
-    # Anything at all is shown.
-    return "".join(_SHADES[min(4, -int(-4 * time_s // column_s))] for time_s in busy_s)
+    # Rounded up: anything at all is shown.
+    return "".join(_SHADES[min(4, math.ceil(4 * time_s / column_s - 1e-6))] for time_s in busy_s)
 
 
 def _boxes(spans: Sequence[Span], columns: int, start_s: float, end_s: float) -> str:
