@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ def test_every_microbatch_of_the_last_stage_was_on_the_first_before(http: httpx.
     both = ended[0].keys() & started.keys()
     assert len(both) >= 20
     assert all(ended[0][number] <= started[number] for number in both)
+
+
+def test_many_who_ask_at_once_get_each_their_own_seconds(http: httpx.Client) -> None:
+    def ask(seconds: float) -> tuple[float, dict[str, Any]]:
+        return seconds, http.get(f"/debug/timeline?seconds={seconds}").json()
+
+    with ThreadPoolExecutor(8) as pool:
+        for seconds, timeline in pool.map(ask, [0.5 + 0.5 * number for number in range(32)]):
+            assert timeline["end_s"] - timeline["start_s"] == pytest.approx(seconds, abs=1e-3)
+            assert all(timeline["start_s"] - 1e-5 <= span[4] for span in timeline["spans"])
 
 
 def test_the_command_line_shows_a_server_that_runs(

@@ -75,7 +75,7 @@ const latencyNumber = (name, histogram) => {
   const [median, high, highest] = [0.5, 0.9, 0.99].map((share) => percentile(histogram, share));
   if (median === null) return [name, "–", "", "no token yet", 0];
   const [amount, unit] = seconds(median).split(" ");
-  return [name, amount, `${unit} median`, `p90 ${seconds(high)} · p99 ${seconds(highest)}`, median];
+  return [name, amount, `${unit} median`, `p90 ${seconds(high)}\np99 ${seconds(highest)}`, median];
 };
 
 const showNumbers = (view, history) => {

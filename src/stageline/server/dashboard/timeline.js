@@ -83,7 +83,7 @@ class Timeline {
     for (let step = 0; step <= steps; step += 1) {
       const backS = this.shownS * (1 - step / steps);
       pen.textAlign = step === steps ? "right" : step ? "center" : "left";
-      pen.fillText(step === steps ? "now" : `−${seconds(backS)}`, left + (this.width * step) / steps, bottom + 12);
+      pen.fillText(step === steps ? "now" : `−${backS < 1 ? `${Math.round(backS * 1000)} ms` : `${backS.toFixed(1)} s`}`, left + (this.width * step) / steps, bottom + 12);
     }
   }
 
