@@ -234,7 +234,7 @@ def _check_prompt(llm: LLM, reference: Any, prompt: str, logprobs: list[dict[int
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"long_prefill_token_threshold": 7}, {"max_num_batched_tokens": 5}, {"enable_prefix_caching": False}],
+    [{}, {"prefill_chunk": "7"}, {"max_num_batched_tokens": 5}, {"enable_prefix_caching": False}],
     ids=str,
 )
 def test_prompt_logprobs_are_the_reference_s_however_the_prompt_was_computed(
@@ -258,7 +258,7 @@ def test_prompt_logprobs_are_the_reference_s_however_the_prompt_was_computed(
 def test_prompt_logprobs_come_once_also_when_memory_forced_the_request_out(model: Path, reference: Any) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True, prompt_logprobs=2, logprobs=1)
     prompts = [f"{index} {LONG_PROMPT}"[:40] for index in range(4)]
-    with _start(model, kv_cache_memory=ELEVEN_BLOCKS, long_prefill_token_threshold=16) as llm:
+    with _start(model, kv_cache_memory=ELEVEN_BLOCKS, prefill_chunk="16") as llm:
         outputs = llm.generate(prompts, params)
     assert any(output.outputs[0].timings.num_preemptions > 0 for output in outputs)
     for prompt, output in zip(prompts, outputs, strict=True):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stageline.cost.stage_time import MicrobatchShape, StageTimeCosts, StageTimeModel
+from stageline.cost.stage_time import ASSUMED_ATTENTION_TOKENS, MicrobatchShape, StageTimeCosts, StageTimeModel
 from stageline.cost.window import RingTime, best_window, cycle_s
 from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
 from stageline.scheduler.pace import Pace
@@ -51,6 +51,47 @@ def test_no_cost_is_ever_negative_whatever_the_times(observations):
         model.observe(MicrobatchShape(rows, 0, rows, context * rows), elapsed_s)
     costs = model.costs
     assert min(costs.fixed_s, costs.token_s, costs.prefill_attention_s, costs.decode_s, costs.context_token_s) >= 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 64), st.integers(0, 500), st.integers(0, 3000), st.floats(1e-5, 10)),
+                min_size=4, max_size=60))  # fmt: skip
+def test_a_fit_is_found_whatever_the_times_of_prompts_and_decodes(observations):
+    model = StageTimeModel()
+    for decodes, prompt, context, elapsed_s in observations:
+        rows = [(context, 1)] * (decodes or 1) + [(context, prompt)] * (prompt > 1)
+        model.observe(MicrobatchShape.of_rows([row[0] for row in rows], [row[1] for row in rows]), elapsed_s)
+    costs = model.costs
+    assert costs is not None
+    assert min(costs.token_s, costs.prefill_attention_s, costs.prompts_s, costs.chunk_s) >= 0
+    assert costs.predict_s(MicrobatchShape(1, 0, 1, 0)) < 1e6
+
+
+def test_what_attention_costs_is_assumed_until_prompts_have_told():
+    """A model that took it for free would cut the first long prompt into chunks that grow ever slower."""
+    model = StageTimeModel()
+    for _ in range(20):
+        model.observe(MicrobatchShape.of_rows([0], [100]), 0.1)
+    assert model.costs.prefill_attention_s == pytest.approx(ASSUMED_ATTENTION_TOKENS * model.costs.token_s)
+    assert model.costs.predict_s(MicrobatchShape.of_rows([0], [100])) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_a_short_chunk_s_own_cost_is_told_from_that_of_decodes():
+    costs = StageTimeCosts(3e-3, 4e-4, 2e-8, 1e-4, 3e-7, prompts_s=9e-3)
+    model = StageTimeModel()
+    for shape in mixed_shapes(256):
+        model.observe(shape, costs.predict_s(shape))
+    assert model.costs.chunk_s == pytest.approx(12e-3, rel=0.1)
+
+
+def test_a_stage_that_becomes_slower_is_predicted_so_before_long():
+    model = StageTimeModel()
+    for shape in mixed_shapes(300):
+        model.observe(shape, COSTS.predict_s(shape))
+    for shape in mixed_shapes(600)[300:]:
+        model.observe(shape, 2 * COSTS.predict_s(shape))
+    errors = [abs(model.costs.predict_s(shape) / (2 * COSTS.predict_s(shape)) - 1) for shape in mixed_shapes(50)]
+    assert max(errors) < 0.1
 
 
 def test_equal_microbatches_are_predicted_though_they_cannot_tell_the_costs_apart():

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stageline.cost.stage_time import StageTimeCosts
 from stageline.errors import RequestError
 from stageline.kv.kv_cache_manager import KVCacheManager
 from stageline.pipeline.microbatch import MicrobatchLimits
-from stageline.scheduler.budget import chunk_length, prefill_tokens_per_microbatch
+from stageline.scheduler.budget import PromptWork, chunk_length, next_chunk_s
 from stageline.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.unit.simulated_stages import (
     VOCAB_SIZE,
@@ -239,20 +240,21 @@ def test_requests_that_begin_alike_share_blocks_as_soon_as_the_first_is_launched
 @given(st.integers(1, 100_000), st.integers(2, 16))
 def test_the_chosen_chunk_is_near_the_best_for_a_pipeline_of_equal_stages(num_tokens, num_stages):
     """Makespan (M + P - 1)(F / M + c) at the chosen chunk against the best integer M, in units of c."""
-    chunk = prefill_tokens_per_microbatch(num_tokens, num_stages)
+    costs = StageTimeCosts(1.0, 1 / 64, 0.0, 0.0, 0.0)
+    chunk_s = next_chunk_s(PromptWork(num_tokens / 64, 0.0, num_tokens), costs, num_stages)
 
     def makespan(num_chunks):
         return (num_chunks + num_stages - 1) * (num_tokens / 64 / num_chunks + 1)
 
     best = min(makespan(m) for m in range(1, 200))
-    assert makespan(-(-num_tokens // chunk)) <= 1.15 * best + 1
+    assert makespan(round(num_tokens / 64 / chunk_s)) <= 1.01 * best + 0.1
 
 
-@given(st.integers(2, 300), st.integers(0, 300), st.integers(1, 300))
-def test_a_chunk_fills_the_room_and_ends_on_a_block_boundary_when_that_wastes_little(gap, computed, room):
-    length = chunk_length(gap, computed, room, 16)
-    assert 1 <= length <= min(gap, room)
-    if length < gap:
+@given(st.integers(2, 300), st.integers(0, 300), st.integers(1, 300), st.integers(1, 400))
+def test_a_chunk_fills_the_room_and_ends_on_a_block_boundary_when_that_wastes_little(gap, computed, room, most):
+    length = chunk_length(gap, computed, room, 16, most)
+    assert 1 <= length <= min(gap, most, room + room / 8)
+    if length < gap and room <= most:
         assert length >= 0.75 * room
         if room >= 4 * 16:
             assert (computed + length) % 16 == 0

@@ -1,4 +1,4 @@
-"""Injected faults: what is asked for is understood or refused with the way out, and a stretched time is as long as asked."""
+"""Injected faults: what is asked is understood, or refused with the way out; a stretched time is as long as asked."""
 
 from __future__ import annotations
 

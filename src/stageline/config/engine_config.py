@@ -12,6 +12,7 @@ DEVICES = ("auto", "cpu", "cuda")
 EXECUTORS = ("multi_process", "in_process")
 QUANTIZATIONS = ("none", "int8")
 # What `--pp-layer-partition` may say instead of counts, and what is made as small as can be then.
+AUTO_CHUNK = "auto"
 AUTO_PARTITIONS = {"auto": "throughput", "auto-latency": "latency"}
 # The load that `--pp-layer-partition auto` and `stageline tune` balance the stages for, if they are not told another.
 PLANNED_REQUESTS, PLANNED_CONTEXT_TOKENS = 64, 256
@@ -95,15 +96,21 @@ class EngineConfig:
         1024, "most requests waiting while --max-num-seqs are running; a server refuses more, to be sent again later",
         group="scheduling", metavar="REQUESTS",
     )
-    long_prefill_token_threshold: int | None = setting(
-        None, "most tokens of one prompt in one microbatch (default: the scheduler decides)", group="scheduling",
-        metavar="TOKENS",
+    prefill_chunk: str = setting(
+        AUTO_CHUNK, "most tokens of one prompt in one microbatch; auto cuts prompts so that their chunks overlap on "
+        "the stages and take equally long, by measured times", flags=("--long-prefill-token-threshold",),
+        group="scheduling", metavar="TOKENS",
     )
     max_decode_slowdown: float = setting(
         2.0, "how many times longer a microbatch may take because of a prompt that arrives while others are being "
         "answered: low for even streams, high for early first tokens; many prompts at once get more",
         group="scheduling", metavar="TIMES",
     )
+
+    @property
+    def prefill_chunk_tokens(self) -> int | None:
+        """The number that was asked for; None for auto."""
+        return None if self.prefill_chunk == AUTO_CHUNK else int(self.prefill_chunk)
 
     def check(self) -> EngineConfig:
         """Return self, or raise ConfigError naming the first setting that cannot work."""
@@ -122,9 +129,13 @@ class EngineConfig:
         at_least("max_num_seqs", self.max_num_seqs, 1)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         # The shortest request is one token of prompt and one of output.
-        for name, lowest in (("max_model_len", 2), ("long_prefill_token_threshold", 1), ("max_queue", 1)):
+        for name, lowest in (("max_model_len", 2), ("max_queue", 1)):
             if (value := getattr(self, name)) is not None:
                 at_least(name, value, lowest)
+        if self.prefill_chunk != AUTO_CHUNK and not (self.prefill_chunk.isdecimal() and int(self.prefill_chunk) > 0):
+            raise ConfigError(
+                f"--prefill-chunk is {self.prefill_chunk!r}; give auto, or a number of tokens, such as 512"
+            )
         if not self.max_decode_slowdown > 1:
             raise ConfigError(
                 f"--max-decode-slowdown is {self.max_decode_slowdown}; it must be above 1, or prompts would get nothing"

@@ -35,7 +35,7 @@ def kernels(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def inject_slowdown(environ: Mapping[str, str] = os.environ) -> Variable | None:
-    """STAGELINE_INJECT_SLOWDOWN: stages and links to make slower, such as s1:1.5,link0:2ms. For tests and benchmarks."""
+    """STAGELINE_INJECT_SLOWDOWN: stages and links to make slower, such as s1:1.5,link0:2ms; for tests, benchmarks."""
     name = "STAGELINE_INJECT_SLOWDOWN"
     value = environ.get(name)
     return Variable(name, value) if value else None

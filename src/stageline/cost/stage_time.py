@@ -1,9 +1,10 @@
 """The time of a microbatch on the slowest stage, fitted online to the microbatches that came back.
 
-    t = c + b·Σx + a·Σ(2Lx + x²) + e·n_decode + κ·Σcontext
+    t = c + b·Σx + a·Σ(2Lx + x²) + e·n_decode + κ·Σcontext + p·[has prompts]
 
 for x new tokens of a row on top of L cached ones: c is the fixed cost of a microbatch, b a token's, a attention's
-within prompts, e a decode row's own, κ what a decode pays for each token of its context.
+within prompts, e a decode row's own, κ what a decode pays for each token of its context, p what is fixed of prompts:
+kernels are less efficient on a short chunk.
 """
 
 from __future__ import annotations
@@ -18,12 +19,24 @@ import numpy.typing as npt
 
 _NUM_REMEMBERED_PER_KIND = 32
 _REFIT_EVERY = 16
+_HALVED_AFTER, _LEAST_WEIGHT = 128, 0.05
+"""In how many microbatches an observation comes to weigh half as much, and what it keeps for being the only one of its
+kind, perhaps."""
 _FEW_OBSERVATIONS = 4
 _ENOUGH_PROMPT_TOKENS = 64
-_ATTENTION = 2
+_TOKENS, _ATTENTION, _PROMPTS = 1, 2, 5
 _TELLING_RANGE = 4.0
-"""By how much the attention per token must vary among prompts before their times tell what attention costs."""
+"""By how much the attention per token must vary among prompts before their times tell what attention costs, and the
+tokens before they tell what is fixed."""
 _RIDGE = 1e-6
+
+ASSUMED_FIXED_TOKENS = 32
+"""The fixed cost of a microbatch (launch, weights, messages) in tokens' worth of compute, until measured."""
+
+ASSUMED_ATTENTION_TOKENS = 2e-4
+"""What a unit of attention, a new token's with half a cached one, costs in tokens' worth of compute, until measured. It
+is the model's width over the weights of a layer, times two or three for being less efficient than a product of
+matrices: 4e-4 for 135 million parameters, 5e-5 for 8 billion."""
 
 Array = npt.NDArray[np.float64]
 
@@ -56,8 +69,13 @@ class MicrobatchShape:
                 attention += 2 * cached * new + new * new
         return cls(sum(num_scheduled_tokens), attention, decodes, context)
 
-    def features(self) -> tuple[float, float, float, float, float]:
-        return 1.0, self.num_tokens, self.prefill_attention, self.num_decodes, self.decode_context_tokens
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_tokens - self.num_decodes
+
+    def features(self) -> tuple[float, ...]:
+        has_prompts = float(self.num_tokens > self.num_decodes)
+        return 1.0, self.num_tokens, self.prefill_attention, self.num_decodes, self.decode_context_tokens, has_prompts
 
 
 @dataclass(frozen=True)
@@ -69,18 +87,26 @@ class StageTimeCosts:
     prefill_attention_s: float
     decode_s: float
     context_token_s: float
+    prompts_s: float = 0.0
 
     def predict_s(self, shape: MicrobatchShape) -> float:
-        costs = (self.fixed_s, self.token_s, self.prefill_attention_s, self.decode_s, self.context_token_s)
+        costs = (
+            self.fixed_s,
+            self.token_s,
+            self.prefill_attention_s,
+            self.decode_s,
+            self.context_token_s,
+            self.prompts_s,
+        )
         return sum(cost * feature for cost, feature in zip(costs, shape.features(), strict=True))
 
     @property
-    def fixed_cost_tokens(self) -> float:
-        """The fixed cost of a microbatch, in tokens' worth of time."""
-        return self.fixed_s / self.token_s if self.token_s > 0 else 0.0
+    def chunk_s(self) -> float:
+        """The fixed cost of a prompt's chunk that has a microbatch to itself."""
+        return self.fixed_s + self.prompts_s
 
     def prompt_s(self, num_cached_tokens: int, num_tokens: int) -> float:
-        """What a prompt's chunk adds to a microbatch: b·x + a·(2Lx + x²)."""
+        """What a prompt's chunk adds to a microbatch that has prompts: b·x + a·(2Lx + x²)."""
         attention = 2 * num_cached_tokens * num_tokens + num_tokens * num_tokens
         return self.token_s * num_tokens + self.prefill_attention_s * attention
 
@@ -94,23 +120,43 @@ class StageTimeCosts:
         return int(min(2 * time_s / divisor, 2**31)) if divisor > 0 else 2**31
 
 
+ASSUMED_COSTS = StageTimeCosts(ASSUMED_FIXED_TOKENS, 1.0, ASSUMED_ATTENTION_TOKENS, 0.0, 0.0)
+"""In tokens' worth of compute instead of seconds: good for comparing prompts' chunks with one another."""
+
+
+class _Range:
+    """The least and the most of some numbers."""
+
+    def __init__(self) -> None:
+        self._least, self._most = math.inf, 0.0
+
+    def add(self, value: float) -> None:
+        self._least, self._most = min(self._least, value), max(self._most, value)
+
+    @property
+    def is_telling(self) -> bool:
+        return self._most >= _TELLING_RANGE * self._least
+
+
 class StageTimeModel:
     """Least squares with coefficients of at least 0 over microbatches that came back, relative to their times.
 
     Relative, because a decode of milliseconds matters as much as a prompt's chunk of a second. With few kinds of
     microbatches several explanations fit, and a negative cost would be absurd for the next one. So that there are many
     kinds, the last of each size are remembered, with and without prompts: a long time of like decodes does not make it
-    forget what a prompt costs, nor does a time of small chunks what a large one showed more clearly.
+    forget what a prompt costs, nor does a time of small chunks what a large one showed more clearly. What is older
+    weighs less, so that what changes is learnt.
     """
 
     def __init__(self) -> None:
         self.costs: StageTimeCosts | None = None
-        self._rows: dict[tuple[bool, int], deque[tuple[float, ...]]] = {}
+        self._rows: dict[tuple[bool, int], deque[tuple[int, tuple[float, ...]]]] = {}
         self._num_observed = 0
         self._num_prompts = 0
         self._num_prompt_tokens = 0
         self._num_since_fit = 0
-        self._least_attention, self._most_attention = math.inf, 0.0
+        self._attention = _Range()
+        self._chunk_tokens = _Range()
 
     @property
     def knows_prompts(self) -> bool:
@@ -121,17 +167,16 @@ class StageTimeModel:
         """Learn from a microbatch that took `elapsed_s` on its slowest stage."""
         if elapsed_s <= 0.0:
             return
-        num_prompt_tokens = shape.num_tokens - shape.num_decodes
+        num_prompt_tokens = shape.num_prompt_tokens
         kind = num_prompt_tokens > 0, (num_prompt_tokens or shape.num_tokens).bit_length()
         rows = self._rows.setdefault(kind, deque(maxlen=_NUM_REMEMBERED_PER_KIND))
-        rows.append(tuple(feature / elapsed_s for feature in shape.features()))
         self._num_observed += 1
+        rows.append((self._num_observed, tuple(feature / elapsed_s for feature in shape.features())))
         self._num_prompts += num_prompt_tokens > 0
         self._num_prompt_tokens += num_prompt_tokens
         if num_prompt_tokens > 0:
-            attention = shape.prefill_attention / num_prompt_tokens
-            self._least_attention = min(self._least_attention, attention)
-            self._most_attention = max(self._most_attention, attention)
+            self._attention.add(shape.prefill_attention / num_prompt_tokens)
+            self._chunk_tokens.add(num_prompt_tokens)
         self._num_since_fit += 1
         # The first prompts teach much, and the next microbatch needs it.
         is_news = num_prompt_tokens > 0 and self._num_prompts <= _REFIT_EVERY
@@ -141,14 +186,23 @@ class StageTimeModel:
             self._num_since_fit = 0
 
     def _fit(self) -> None:
-        rows = np.array([row for kind in self._rows.values() for row in kind])
+        remembered = [row for kind in self._rows.values() for row in kind]
+        ages = self._num_observed - np.array([number for number, _ in remembered])
+        weights = np.maximum(0.5 ** (ages / _HALVED_AFTER), _LEAST_WEIGHT)
+        rows = np.array([row for _, row in remembered]) * weights[:, None]
         scale = np.sqrt((rows**2).mean(axis=0))
         is_used = scale > 0
-        # Of prompts that are alike the attention could explain all: small chunks would be taken for free.
-        is_used[_ATTENTION] &= self._most_attention >= _TELLING_RANGE * self._least_attention
+        # Of prompts that are alike the attention could explain all, or what is fixed: tokens would be taken for free.
+        is_used[_PROMPTS] &= self._chunk_tokens.is_telling
+        if not self._attention.is_telling:
+            is_used[_ATTENTION] = False
+            rows[:, _TOKENS] += ASSUMED_ATTENTION_TOKENS * rows[:, _ATTENTION]
+            scale[_TOKENS] = np.sqrt((rows[:, _TOKENS] ** 2).mean())
         used = np.flatnonzero(is_used)
         solution = np.zeros(rows.shape[1])
-        solution[used] = _least_squares_at_least_0(rows[:, used] / scale[used], np.ones(len(rows))) / scale[used]
+        solution[used] = _least_squares_at_least_0(rows[:, used] / scale[used], weights) / scale[used]
+        if not self._attention.is_telling:
+            solution[_ATTENTION] = ASSUMED_ATTENTION_TOKENS * solution[_TOKENS]
         self.costs = StageTimeCosts(*(float(value) for value in solution))
 
 
@@ -179,8 +233,11 @@ def _within_bounds(gram: Array, moments: Array, solution: Array, free: npt.NDArr
         negative = free & (best <= 0)
         if not negative.any():
             return best
-        # As far towards the best as the first coefficient that reaches 0 allows.
-        step = (solution[negative] / (solution[negative] - best[negative])).min()
-        solution = np.maximum(solution + step * (best - solution), 0.0)
+        # As far towards the best as the first coefficient that reaches 0 allows. Rounding may leave it just above 0,
+        # where it would be tried again without end.
+        steps = np.full(len(solution), np.inf)
+        steps[negative] = solution[negative] / (solution[negative] - best[negative])
+        solution = np.maximum(solution + steps.min() * (best - solution), 0.0)
+        solution[steps.argmin()] = 0.0
         free &= solution > 0
     return np.zeros_like(solution)

@@ -208,7 +208,7 @@ def _make_core(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        max_chunk_tokens=config.long_prefill_token_threshold,
+        max_chunk_tokens=config.prefill_chunk_tokens,
         max_decode_slowdown=config.max_decode_slowdown,
     )
     return EngineCore(executor, Scheduler(kv, limits, masks), clock)

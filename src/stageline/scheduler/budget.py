@@ -4,11 +4,9 @@ and that the decodes which share it, or queue behind it, can bear."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from stageline.cost.stage_time import StageTimeCosts
-
-CHUNK_OVERHEAD_TOKENS = 64
-"""The fixed cost of a chunk on a stage (launch, weights, messages) in tokens' worth of compute, until measured."""
 
 MIN_CHUNK_TOKENS = 32
 
@@ -17,28 +15,52 @@ LEAST_TOKENS_BESIDE_DECODES = 8
 times meaningless. A microbatch reads all weights, which takes about as long as computing 8 tokens on a CPU and more
 elsewhere, so even a lone decode gets no slower than about twice by so few."""
 
+_LEAST_CHUNK_COST_TOKENS, _MOST_CHUNK_COST_TOKENS = 16, 512
 _DECODES_PER_PROMPT = 8
 _LARGEST_SHARE = 16.0
+_EXCESS = 0.125
+"""By how much a chunk may be longer than it should, to end on a block boundary or to leave no crumbs."""
 
 
-def prefill_tokens_per_microbatch(
-    num_waiting_tokens: int, num_stages: int, chunk_overhead_tokens: float = CHUNK_OVERHEAD_TOKENS
-) -> int:
-    """Prompt tokens for one microbatch, so that the chunks of what waits overlap on the stages.
-
-    With F the time of all waiting tokens on one stage and c the fixed cost of a chunk, the makespan (M+P-1)(F/M + c) is
-    least for M = sqrt((P-1)·F/c) chunks. One stage takes everything at once.
+@dataclass(frozen=True)
+class PromptWork:
+    """What the prompts that are not done yet take on the slowest stage.
 
     Args:
-        num_waiting_tokens: prompt tokens not yet launched, over all requests that could be scheduled.
-        chunk_overhead_tokens: c, in tokens' worth of compute.
-    Returns: at least MIN_CHUNK_TOKENS.
-    Source: derived in place; the optimum of a balanced pipeline's makespan over the number of equal chunks.
+        total_s: all of it, in seconds or whatever the costs are in.
+        done_s: what was launched of it already.
+        num_tokens: tokens of it.
     """
-    if num_stages == 1:
-        return max(num_waiting_tokens, MIN_CHUNK_TOKENS)
-    num_chunks = max(1.0, math.sqrt((num_stages - 1) * num_waiting_tokens / chunk_overhead_tokens))
-    return max(MIN_CHUNK_TOKENS, math.ceil(num_waiting_tokens / num_chunks))
+
+    total_s: float
+    done_s: float
+    num_tokens: int
+
+
+def next_chunk_s(work: PromptWork, costs: StageTimeCosts, stages_worth: float) -> float:
+    """Time of prompts for the next microbatch, so that the chunks of all that waits overlap on the stages.
+
+    With F the time of all on the slowest stage, c the fixed cost of a chunk and S the stages' times in units of the
+    slowest one's, M chunks take (M + S - 1)(F/M + c) if they take equally long, and longer if they do not; that is
+    least for M = sqrt((S-1)·F/c). One stage takes everything at once. The boundaries lie at n·F/M: who stays a little
+    behind one, to end on a block boundary, catches up with the next.
+
+    Args:
+        stages_worth: S, at least 1.
+    Source: the optimum of a proportionate flow shop's makespan, Σt + (S-1)·max t, over the number of chunks.
+    """
+    rest_s, fixed_s = work.total_s - work.done_s, _chunk_cost_s(work, costs)
+    if work.total_s <= 0 or fixed_s <= 0:
+        return math.inf
+    num_chunks = max(1, round(math.sqrt(max(0.0, stages_worth - 1.0) * work.total_s / fixed_s)))
+    num_done = math.floor(work.done_s / work.total_s * num_chunks + 0.5)
+    return rest_s if num_done >= num_chunks - 1 else (num_done + 1) / num_chunks * work.total_s - work.done_s
+
+
+def _chunk_cost_s(work: PromptWork, costs: StageTimeCosts) -> float:
+    """The fixed cost of a chunk, as far as it can be believed."""
+    token_s = costs.token_s or work.total_s / max(1, work.num_tokens)
+    return min(max(costs.chunk_s, _LEAST_CHUNK_COST_TOKENS * token_s), _MOST_CHUNK_COST_TOKENS * token_s)
 
 
 def decode_slowdown(most: float, num_prompts: int, num_decoding: int) -> float:
@@ -58,40 +80,48 @@ def decode_slowdown(most: float, num_prompts: int, num_decoding: int) -> float:
 
 
 class PrefillRoom:
-    """What is left of a microbatch for prompts: tokens, and time if decodes would wait for them.
+    """What is left of a microbatch for prompts: tokens, and time.
 
     Args:
         num_tokens: most tokens.
-        time_s: most time on the slowest stage, which `costs` predict; None if nobody waits.
+        time_s: most time on the slowest stage, which `costs` predict, in their unit.
+        least_tokens: what the first prompt that takes some gets even if that takes longer.
     """
 
-    def __init__(self, num_tokens: int, time_s: float | None = None, costs: StageTimeCosts | None = None) -> None:
-        self._num_tokens = num_tokens
+    def __init__(self, num_tokens: int, time_s: float, costs: StageTimeCosts, least_tokens: int) -> None:
+        self.num_tokens = num_tokens
         self._time_s = time_s
         self._costs = costs
-        self._least_tokens = LEAST_TOKENS_BESIDE_DECODES
+        self._least_tokens = least_tokens
 
     def tokens_after(self, num_computed_tokens: int) -> int:
-        """Room for a prompt's tokens on top of those computed. The first prompt that takes some has a minimum."""
-        if self._time_s is None or self._costs is None:
-            return self._num_tokens
+        """Room for a prompt's tokens on top of those computed."""
         in_time = self._costs.prompt_tokens_in(self._time_s, num_computed_tokens)
-        return min(self._num_tokens, max(self._least_tokens, in_time))
+        return min(self.num_tokens, max(self._least_tokens, in_time))
 
     def take(self, num_computed_tokens: int, num_tokens: int) -> None:
         """Account for a chunk of `num_tokens` on top of those computed."""
-        self._num_tokens -= num_tokens
+        self.num_tokens -= num_tokens
         self._least_tokens = 0
-        if self._time_s is not None and self._costs is not None:
-            self._time_s -= self._costs.prompt_s(num_computed_tokens, num_tokens)
+        self._time_s -= self._costs.prompt_s(num_computed_tokens, num_tokens)
 
 
-def chunk_length(gap: int, num_computed_tokens: int, room: int, block_size: int) -> int:
+def chunk_length(gap: int, num_computed_tokens: int, room: int, block_size: int, most: int | None = None) -> int:
     """Tokens of one prompt to schedule into `room`.
 
-    A chunk that is not the last ends on a block boundary, unless that would waste more than a quarter of the room.
+    A chunk that is not the last ends on a block boundary: the next one if that is little more than the room, else the
+    one before, unless that would waste more than a quarter of the room.
+
+    Args:
+        most: no more than so many; None for no more than `room`.
     """
-    if gap <= room:
+    most = room if most is None else most
+    roomy = min(most, room + int(_EXCESS * room))
+    if gap <= roomy:
         return gap
+    room = min(room, most)
     num_over = (num_computed_tokens + room) % block_size
+    num_short = -num_over % block_size
+    if num_short <= num_over and room + num_short <= roomy:
+        return room + num_short
     return room - num_over if 4 * num_over <= room else room

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections import deque
 
-from stageline.cost.stage_time import MicrobatchShape, StageTimeModel
+from stageline.cost.stage_time import ASSUMED_COSTS, MicrobatchShape, StageTimeCosts, StageTimeModel
 from stageline.cost.window import RingTime, best_window
 from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
-from stageline.scheduler.budget import CHUNK_OVERHEAD_TOKENS, PrefillRoom
+from stageline.scheduler.budget import (
+    LEAST_TOKENS_BESIDE_DECODES,
+    MIN_CHUNK_TOKENS,
+    PrefillRoom,
+    PromptWork,
+    next_chunk_s,
+)
 
 _RECONSIDER_EVERY = 32
 _LEAST_UNKNOWN_TOKENS = 16
 _NUM_REMEMBERED_CHUNKS, _GROWTH = 16, 2
-_LEAST_OVERHEAD_TOKENS, _MOST_OVERHEAD_TOKENS = 16, 512
 
 
 class Pace:
@@ -36,6 +41,7 @@ class Pace:
         self._num_results = 0
         self._mean_context_tokens = 0.0
         self._prompt_tokens: deque[int] = deque(maxlen=_NUM_REMEMBERED_CHUNKS)
+        self._stages_worth: deque[float] = deque(maxlen=_NUM_REMEMBERED_CHUNKS)
 
     def observe(self, microbatch: Microbatch, result: MicrobatchResult, ring_s: float) -> None:
         """Learn from a result. Args: ring_s: time from the microbatch's launch to its result."""
@@ -43,8 +49,10 @@ class Pace:
         self._model.observe(shape, result.slowest_s)
         self._ring.observe(ring_s, result.computing_s, result.slowest_s)
         self._num_results += 1
-        if shape.num_tokens > shape.num_decodes:
-            self._prompt_tokens.append(shape.num_tokens - shape.num_decodes)
+        if shape.num_prompt_tokens:
+            self._prompt_tokens.append(shape.num_prompt_tokens)
+            if result.slowest_s > 0:
+                self._stages_worth.append(result.computing_s / result.slowest_s)
 
     @property
     def is_due(self) -> bool:
@@ -68,14 +76,26 @@ class Pace:
             )
 
     @property
-    def chunk_overhead_tokens(self) -> float:
-        """The fixed cost of a prompt's chunk, in tokens' worth of compute."""
-        if self._model.costs is None:
-            return CHUNK_OVERHEAD_TOKENS
-        return min(max(self._model.costs.fixed_cost_tokens, _LEAST_OVERHEAD_TOKENS), _MOST_OVERHEAD_TOKENS)
+    def prompt_costs(self) -> StageTimeCosts:
+        """To compare what prompts take: measured, in seconds, or assumed, in tokens' worth of compute."""
+        return self._model.costs if self._model.costs is not None and self._model.knows_prompts else ASSUMED_COSTS
+
+    def room_for_prompts(self, num_tokens: int, work: PromptWork, least_tokens: int = MIN_CHUNK_TOKENS) -> PrefillRoom:
+        """Room where nobody waits: as much as lets the chunks of all prompts overlap on the stages.
+
+        Args:
+            num_tokens: most tokens.
+            work: of all prompts, in units of `prompt_costs`.
+            least_tokens: what a prompt gets whatever its time.
+        """
+        return PrefillRoom(num_tokens, self._chunk_s(work), self.prompt_costs, least_tokens)
+
+    def _chunk_s(self, work: PromptWork) -> float:
+        worth = sum(self._stages_worth) / len(self._stages_worth) if self._stages_worth else self._narrowest_window
+        return next_chunk_s(work, self.prompt_costs, worth)
 
     def room_beside_decodes(
-        self, num_tokens: int, placed: MicrobatchShape, num_decoding: int, slowdown: float
+        self, num_tokens: int, work: PromptWork, placed: MicrobatchShape, num_decoding: int, slowdown: float
     ) -> PrefillRoom:
         """Room for prompts in a microbatch that shall take no longer than `slowdown` times one with decodes alone.
 
@@ -84,18 +104,19 @@ class Pace:
         than those that came back, so that a wrong prediction is found out before it hurts.
 
         Args:
-            num_tokens: most tokens.
+            num_tokens, work: see `room_for_prompts`.
             placed: rows that are in the microbatch already.
             num_decoding: requests that decode, in this microbatch or another.
         """
-        rows = -(-num_decoding // self.window)
+        rows, least = -(-num_decoding // self.window), LEAST_TOKENS_BESIDE_DECODES
         costs = self._model.costs
         if costs is None or not self._model.knows_prompts:
-            return PrefillRoom(int(min(num_tokens, max(_LEAST_UNKNOWN_TOKENS, (slowdown - 1) * rows))))
-        most = max(_LEAST_UNKNOWN_TOKENS, _GROWTH * max(self._prompt_tokens))
-        num_tokens = min(num_tokens, most)
+            num_tokens = int(min(num_tokens, max(_LEAST_UNKNOWN_TOKENS, (slowdown - 1) * rows)))
+            return PrefillRoom(num_tokens, self._chunk_s(work), self.prompt_costs, least)
+        num_tokens = min(num_tokens, max(_LEAST_UNKNOWN_TOKENS, _GROWTH * max(self._prompt_tokens)))
         level = MicrobatchShape(rows, 0, rows, int(rows * self._mean_context_tokens))
-        return PrefillRoom(num_tokens, slowdown * costs.predict_s(level) - costs.predict_s(placed), costs)
+        spare_s = slowdown * costs.predict_s(level) - costs.predict_s(placed) - costs.prompts_s
+        return PrefillRoom(num_tokens, min(self._chunk_s(work), spare_s), costs, least)
 
     def decode_weight(self, num_cached_tokens: int) -> float:
         """A decode row's share of a microbatch's time, in units of a row with the mean context; 1 until known."""

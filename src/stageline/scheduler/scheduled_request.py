@@ -26,6 +26,7 @@ class ScheduledRequest:
         request_number: what the stages call it; a new one after each preemption, so that answers to work done before
             the preemption can be told apart. 0 while the stages do not know it.
         num_computed_tokens: tokens covered by launched microbatches or by the prefix cache.
+        num_reused_tokens: of those, the ones that the prefix cache had when it was last started.
         num_in_flight: microbatches in flight that hold a row of it.
         num_described_tokens: leading prompt tokens whose log-probabilities were delivered; the first never has one. A
             recomputation after a preemption describes them again.
@@ -37,6 +38,7 @@ class ScheduledRequest:
     table: BlockTable = field(default_factory=BlockTable)
     request_number: int = 0
     num_computed_tokens: int = 0
+    num_reused_tokens: int = 0
     num_in_flight: int = 0
     num_described_tokens: int = 1
     num_cached_tokens: int = 0

@@ -19,10 +19,11 @@ from stageline.pipeline.microbatch import NO_TOKEN, Microbatch, MicrobatchResult
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.sampling import TokenLogprobs
 from stageline.scheduler.budget import (
+    MIN_CHUNK_TOKENS,
     PrefillRoom,
+    PromptWork,
     chunk_length,
     decode_slowdown,
-    prefill_tokens_per_microbatch,
 )
 from stageline.scheduler.guides import Guides
 from stageline.scheduler.microbatch_builder import MicrobatchBuilder
@@ -222,16 +223,25 @@ class Scheduler:
             self._preempt(request)
 
     def _prefill_room(self, builder: MicrobatchBuilder) -> PrefillRoom:
-        share = prefill_tokens_per_microbatch(
-            self.num_waiting_tokens, self.limits.num_stages, self._pace.chunk_overhead_tokens
-        )
-        num_tokens = min(share, self.limits.max_num_batched_tokens - builder.num_tokens)
+        num_tokens, work = self.limits.max_num_batched_tokens - builder.num_tokens, self._prompt_work()
         num_decoding = self._running.num_decoding
         if num_decoding == 0 or self.limits.max_decode_slowdown == math.inf:
-            return PrefillRoom(num_tokens)
+            return self._pace.room_for_prompts(num_tokens, work, self.limits.max_chunk_tokens or MIN_CHUNK_TOKENS)
         num_prompts = min(len(self._running.prefilling) + len(self._waiting), self.limits.max_num_seqs - num_decoding)
         slowdown = decode_slowdown(self.limits.max_decode_slowdown, num_prompts, num_decoding)
-        return self._pace.room_beside_decodes(num_tokens, builder.shape, num_decoding, slowdown)
+        return self._pace.room_beside_decodes(num_tokens, work, builder.shape, num_decoding, slowdown)
+
+    def _prompt_work(self) -> PromptWork:
+        """Of prompts that wait or are partly computed."""
+        costs, waiting = self._pace.prompt_costs, self._waiting
+        total_s = costs.token_s * waiting.num_tokens + costs.prefill_attention_s * waiting.num_squared_tokens
+        done_s, num_tokens = 0.0, waiting.num_tokens
+        for request in self._running.prefilling:
+            reused, num_done = request.num_reused_tokens, request.num_computed_tokens - request.num_reused_tokens
+            done_s += costs.prompt_s(reused, num_done)
+            total_s += costs.prompt_s(reused, num_done + request.gap)
+            num_tokens += num_done + request.gap
+        return PromptWork(total_s, done_s, num_tokens)
 
     def _schedule_prompts(self, builder: MicrobatchBuilder, now_s: float) -> None:
         """Continue prompts that are partly computed and start waiting ones, while there is room.
@@ -308,6 +318,7 @@ class Scheduler:
         self._next_request_number += 1
         self._by_number[request.request_number] = request
         self._running.add(request)
+        request.num_reused_tokens = request.num_computed_tokens
         if request.first_scheduled_s is None:
             request.first_scheduled_s = now_s
             request.num_cached_tokens = request.num_computed_tokens
@@ -329,10 +340,9 @@ class Scheduler:
         return self._kv.blocks_for(len(request.token_ids)) - len(request.table.block_ids)
 
     def _chunk(self, request: ScheduledRequest, room: PrefillRoom) -> int:
-        most = room.tokens_after(request.num_computed_tokens)
-        if self.limits.max_chunk_tokens is not None:
-            most = min(most, self.limits.max_chunk_tokens)
-        return chunk_length(request.gap, request.num_computed_tokens, most, self._kv.block_size)
+        most = min(room.num_tokens, self.limits.max_chunk_tokens or room.num_tokens)
+        wanted = room.tokens_after(request.num_computed_tokens)
+        return chunk_length(request.gap, request.num_computed_tokens, wanted, self._kv.block_size, most)
 
     def _place(self, builder: MicrobatchBuilder, request: ScheduledRequest, num_tokens: int) -> bool:
         """Add a row of a running request, preempting less important ones for its blocks. False if that did not help."""

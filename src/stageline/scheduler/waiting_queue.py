@@ -20,6 +20,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.num_tokens = 0
         """Known tokens of all requests that wait."""
+        self.num_squared_tokens = 0
+        """Their squares: what attention within them depends on."""
         self._tickets: dict[ScheduledRequest, int] = {}
         self._next_ticket = 0
         self._by_importance: list[_Entry] = []
@@ -35,6 +37,7 @@ class WaitingQueue:
         ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
         self._tickets[request] = ticket
         self.num_tokens += len(request.token_ids)
+        self.num_squared_tokens += len(request.token_ids) ** 2
         heapq.heappush(self._by_importance, (request.rank, ticket, request))
         heapq.heappush(self._by_length, (request.rank_by_length, ticket, request))
 
@@ -42,6 +45,7 @@ class WaitingQueue:
         """Take out a request that waits."""
         del self._tickets[request]
         self.num_tokens -= len(request.token_ids)
+        self.num_squared_tokens -= len(request.token_ids) ** 2
         if len(self._by_importance) + len(self._by_length) > 4 * len(self._tickets) + _FEW_ENTRIES:
             self._by_importance = self._without_removed(self._by_importance)
             self._by_length = self._without_removed(self._by_length)
