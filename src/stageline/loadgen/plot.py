@@ -17,7 +17,7 @@ _CURVES: tuple[tuple[str, Callable[[Report], Distribution | None]], ...] = (
 def check_can_plot() -> None:
     """Raises: ConfigError if there is nothing to draw with."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install it, or the extra: pip install stageline[plot]")
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
 
 
 def write_plot(path: str, reports: Sequence[Report], title: str) -> None:

@@ -33,19 +33,28 @@ class RequireKey:
             return
         error = ApiError(
             401,
-            "a key is needed: send it as `Authorization: Bearer KEY`",
+            "this key is not one of the server's; send one that is, as `Authorization: Bearer KEY`"
+            if _sent_key(scope)
+            else "a key is needed: send it as `Authorization: Bearer KEY`",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
         await error_response(error)(scope, receive, send)
 
     def _is_known(self, scope: Scope) -> bool:
-        sent = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        if sent[: len(_SCHEME)].lower() != _SCHEME:
+        sent = _sent_key(scope)
+        if sent is None:
             return False
-        digest = _digest(sent[len(_SCHEME) :].strip())
-        # A list, not a generator: every key is compared, whichever matches.
-        return any(hmac.compare_digest(digest, known) for known in self._digests)
+        digest = _digest(sent)
+        # Every key is compared, whichever matches.
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+
+def _sent_key(scope: Scope) -> bytes | None:
+    """What stands behind `Bearer`; None if there is no such header."""
+    sent: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    return sent[len(_SCHEME) :].strip() if sent[: len(_SCHEME)].lower() == _SCHEME else None
 
 
 def path_of(scope: Scope) -> str:

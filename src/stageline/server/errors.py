@@ -172,4 +172,4 @@ def api_error_of_decoding(error: msgspec.DecodeError, body: bytes) -> ApiError:
 def _malformed(text: str, body: bytes) -> str:
     if _LONE_SURROGATE.search(body):
         return "a string holds half of a surrogate pair (\\ud800 to \\udfff), which is no character"
-    return text[0].lower() + text[1:]
+    return text.removeprefix("JSON is malformed: ")

@@ -11,6 +11,8 @@ import ipaddress
 import logging
 import socket
 
+import psutil
+
 from stageline.config.serve_config import ServeConfig
 from stageline.errors import ConfigError
 
@@ -64,9 +66,11 @@ def _resolve(config: ServeConfig) -> tuple[socket.AddressFamily, _Address]:
 def _check_is_protected(config: ServeConfig, address: _Address) -> None:
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     if (mapped or address).is_unspecified:
+        others = _addresses_for_others()
+        reached_by = f", or {' or '.join(others)} for other machines" if others else ""
         raise ConfigError(
-            f"--host {config.host} means every interface of this machine; name the address to listen on, such as "
-            f"127.0.0.1, or the machine's name ({socket.gethostname()}) for the address that others reach it by"
+            f"--host {config.host} means every interface of this machine; name the address to listen on: 127.0.0.1 "
+            f"for this machine alone{reached_by}"
         )
     if (mapped or address).is_loopback:
         return
@@ -79,6 +83,18 @@ def _check_is_protected(config: ServeConfig, address: _Address) -> None:
         logger.warning(
             "keys and prompts travel unencrypted to %s; give --ssl-certfile, or let a proxy in front speak TLS", address
         )
+
+
+def _addresses_for_others() -> list[str]:
+    """This machine's addresses but for loopback and those that only a neighbour on the same link could use."""
+    found = [
+        address.address
+        for addresses in psutil.net_if_addrs().values()
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    usable = [text for text in found if "%" not in text and not ipaddress.ip_address(text).is_loopback]
+    return [text for text in usable if not ipaddress.ip_address(text).is_link_local]
 
 
 def _words_for(config: ServeConfig, error: OSError) -> str:

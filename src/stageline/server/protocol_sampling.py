@@ -85,6 +85,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     priority: Annotated[int | None, between(-MAX_PRIORITY, MAX_PRIORITY)] = None
     cache_salt: str | None = None
     use_beam_search: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -128,6 +129,8 @@ def sampling_params(
         raise bad_request("stream_options is for streams: set stream to true, or leave it out", "stream_options")
     if request.use_beam_search:
         raise bad_request("use_beam_search is not supported; leave it out", "use_beam_search")
+    if request.truncate_prompt_tokens is not None:
+        raise bad_request("truncate_prompt_tokens is not supported; send a shorter prompt", "truncate_prompt_tokens")
     if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
         raise bad_request(f"priority is {request.priority}; keep within ±{MAX_PRIORITY}", "priority")
     if isinstance(request.stop, list) and len(request.stop) > MAX_STOP_STRINGS:

@@ -16,7 +16,7 @@ _MOST_LABELS = 400
 def check_can_draw(flag: str) -> None:
     """Raises: ConfigError if there is nothing to draw with."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"{flag} needs matplotlib; install it, or the extra: pip install stageline[plot]")
+        raise ConfigError(f"{flag} needs matplotlib: pip install matplotlib")
 
 
 def write_picture(

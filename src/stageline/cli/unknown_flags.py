@@ -1,0 +1,40 @@
+"""What to say of a flag that a command does not know: which was meant, or what another engine's flag is here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+_NOT_NEEDED = "is not needed here: leave it out"
+_ELSEWHERE = {
+    "--model": "MODEL is given without a flag, behind the command",
+    "-tp": "tensor parallelism is not there yet; cut the layers into stages with -pp",
+    "--tensor-parallel-size": "tensor parallelism is not there yet; cut the layers into stages with -pp",
+    "-dp": "data parallelism is not there yet; start a server per replica",
+    "--data-parallel-size": "data parallelism is not there yet; start a server per replica",
+    "--gpu-memory-utilization": "the KV cache is sized with --kv-cache-memory",
+    "--num-gpu-blocks-override": "the KV cache is sized with --kv-cache-memory",
+    "--enable-auto-tool-choice": _NOT_NEEDED,
+    "--enable-chunked-prefill": _NOT_NEEDED,
+    "--enforce-eager": _NOT_NEEDED,
+    "--trust-remote-code": "code from a model's files is never run: leave it out",
+}
+
+
+def describe_unknown(unknown: Sequence[str], known_flags: Iterable[str]) -> str:
+    """One line for everything that was not understood.
+
+    Args:
+        unknown: as typed, flags and values.
+        known_flags: of the command, such as "--port".
+    """
+    flags = list(known_flags)
+    hints = [hint for word in unknown if word.startswith("-") and (hint := _hint(word.split("=")[0], flags))]
+    return f"unrecognized arguments: {' '.join(unknown)}" + "".join(f"; {hint}" for hint in hints)
+
+
+def _hint(flag: str, known_flags: list[str]) -> str:
+    if words := _ELSEWHERE.get(flag):
+        return f"{flag} {words}" if words == _NOT_NEEDED else f"{flag}: {words}"
+    close = difflib.get_close_matches(flag, known_flags, n=1, cutoff=0.75)
+    return f"did you mean {close[0]}?" if close and flag.startswith("--") else ""
