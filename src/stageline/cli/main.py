@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from stageline import __version__
+from stageline.cli.unknown_flags import describe_unknown
 from stageline.errors import ConfigError, RequestError, StagelineError
 from stageline.log import open_standard_streams, set_up_logging
 
@@ -30,7 +31,8 @@ class CommandParser(argparse.ArgumentParser):
         """What is unknown is refused by the subcommand it was given to, which can tell whose help to read."""
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            known_flags = [flag for action in self._actions for flag in action.option_strings]
+            self.error(describe_unknown(unknown, known_flags))
         return namespace, unknown
 
     def error(self, message: str) -> NoReturn:
