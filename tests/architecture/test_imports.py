@@ -69,12 +69,17 @@ FORBIDDEN = {
 }
 
 
+# Meant: a stage that is slowed down on purpose, to see what that does.
+ALLOWED = {("nothing sleeps", "stageline.worker.stretch")}
+
+
 @pytest.mark.parametrize("reason", FORBIDDEN)
 def test_the_source_is_free_of(reason: str) -> None:
     pattern = re.compile(FORBIDDEN[reason])
     found = [
         f"{module}:{number}: {line.strip()}"
         for module, path in modules().items()
+        if (reason, module) not in ALLOWED
         for number, line in enumerate(path.read_text().splitlines(), start=1)
         if pattern.search(line)
     ]
