@@ -132,7 +132,8 @@ class SimulatedEngine:
             return False
         result = self.stages.answer()
         self._sampling_in_flight.popleft()
-        self._take(self.scheduler.completed(self.in_flight.completed(result), result, 0.0))
+        news = self.scheduler.completed(self.in_flight.completed(result), result, 0.0)
+        self._take([one.update(0.0) for one in news])
         return True
 
     def run(self) -> None:

@@ -91,7 +91,8 @@ class VirtualPipeline:
             self.scheduler.add(request)
         else:
             self.now_s, result = self._results.popleft()
-            for update in self.scheduler.completed(self._in_flight.completed(result), result, self.now_s):
+            for news in self.scheduler.completed(self._in_flight.completed(result), result, self.now_s):
+                update = news.update(self.now_s)
                 record = self.records[update.request_id]
                 record.token_times_s += [self.now_s] * len(update.token_ids)
                 record.is_finished = update.finish_reason is not None

@@ -111,11 +111,12 @@ class EngineCore:
         microbatch = self._in_flight.completed(result)
         now_s = self._clock.now_s()
         self._in_flight_since_s = now_s if len(self._in_flight) else None
-        updates = self._scheduler.completed(microbatch, result, now_s)
+        news = self._scheduler.completed(microbatch, result, now_s)
+        # The stages get their next work before anybody counts the news, sends them, or turns them into text.
+        self._fill_window()
+        updates = [one.update(now_s) for one in news]
         self._stats.completed(microbatch, now_s - self._launched_s.pop(microbatch.number), result.computing_s)
         self._stats.updated(updates)
-        # The stages get their next work before the caller turns the news into text.
-        self._fill_window()
         return updates + self._take_ends()
 
     def _send_masks(self) -> None:

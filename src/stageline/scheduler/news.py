@@ -14,6 +14,7 @@ from stageline.scheduler.scheduled_request import ScheduledRequest
 class News:
     """Filled row by row of a result."""
 
+    request: ScheduledRequest
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -21,7 +22,9 @@ class News:
     stop_reason: int | None = None
     is_last_token_text: bool = False
 
-    def update_for(self, request: ScheduledRequest, now_s: float) -> RequestUpdate:
+    def update(self, now_s: float) -> RequestUpdate:
+        """As it is sent to whoever asked. Args: now_s: when the result came."""
+        request = self.request
         return RequestUpdate(
             request_id=request.asked.request_id,
             token_ids=self.token_ids,

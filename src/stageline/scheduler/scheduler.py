@@ -187,7 +187,7 @@ class Scheduler:
         if request in self._waiting:
             self._waiting.remove(request)
         self._retire(request)
-        return News(finish_reason=reason).update_for(request, now_s)
+        return News(request, finish_reason=reason).update(now_s)
 
     def close(self) -> None:
         """Stop computing masks."""
@@ -404,8 +404,8 @@ class Scheduler:
 
     # ---- results come back ----
 
-    def completed(self, microbatch: Microbatch, result: MicrobatchResult, now_s: float) -> list[RequestUpdate]:
-        """Apply a result. Returns: one update for each request it has news of, in row order."""
+    def completed(self, microbatch: Microbatch, result: MicrobatchResult, now_s: float) -> list[News]:
+        """Apply a result. Returns: what it says of each request, in row order; to be told when the stages have work."""
         if len(result.token_ids) != len(microbatch.sampling_rows):
             raise InternalError(
                 f"{microbatch}: {len(result.token_ids)} tokens for {len(microbatch.sampling_rows)} sampling rows"
@@ -415,7 +415,7 @@ class Scheduler:
         for described in result.prompt_logprobs:
             request = self._live(described.request_number)
             if request is not None and (new := request.take_description(described)):
-                news.setdefault(request, News()).prompt_logprobs.extend(new)
+                news.setdefault(request, News(request)).prompt_logprobs.extend(new)
         for index, row in enumerate(microbatch.sampling_rows):
             request = self._live(microbatch.request_numbers[row])
             if request is not None and result.token_ids[index] == NO_TOKEN:
@@ -423,12 +423,12 @@ class Scheduler:
                     self._schedule_again(request)
             elif request is not None:
                 logprobs = result.logprobs[index] if result.logprobs else None
-                self._take_token(request, result.token_ids[index], logprobs, news.setdefault(request, News()), now_s)
+                self._take_token(result.token_ids[index], logprobs, news.setdefault(request, News(request)), now_s)
         self._land(microbatch)
         for request, its_news in news.items():
             if its_news.finish_reason is not None:
                 self._retire(request)
-        return [its_news.update_for(request, now_s) for request, its_news in news.items()]
+        return list(news.values())
 
     def _learn(self, microbatch: Microbatch, result: MicrobatchResult, now_s: float) -> None:
         self._pace.observe(microbatch, result, now_s - self._launched_s.pop(microbatch.number))
@@ -440,9 +440,8 @@ class Scheduler:
         request = self._by_number.get(request_number)
         return request if request is not None and request in self._running else None
 
-    def _take_token(
-        self, request: ScheduledRequest, token_id: int, logprobs: TokenLogprobs | None, news: News, now_s: float
-    ) -> None:
+    def _take_token(self, token_id: int, logprobs: TokenLogprobs | None, news: News, now_s: float) -> None:
+        request = news.request
         request.token_ids.append(token_id)
         if request.first_token_s is None:
             request.first_token_s = now_s
