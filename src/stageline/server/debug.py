@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -29,6 +30,7 @@ MOST_SPANS = 50_000
 """In one answer: a few megabytes of JSON, and a fraction of a second of the engine's time."""
 
 _PATIENCE_S = 10.0
+_NUMBER = re.compile(r"\d+(\.\d+)?([eE][+-]?\d+)?", re.ASCII)
 
 
 class Timeline(msgspec.Struct, kw_only=True):
@@ -149,10 +151,7 @@ def _chrome_json(timeline: Timeline) -> bytes:
 def _seconds(text: str | None) -> float:
     if text is None:
         return DEFAULT_SECONDS
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not 0 < seconds <= MOST_SECONDS:
         raise bad_request(f"seconds is {text[:100]!r}; it must be above 0 and at most {MOST_SECONDS:g}", "seconds")
     return seconds
