@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from itertools import islice
 
 from stageline.scheduler.scheduled_request import ScheduledRequest
+
+_NUM_LOOKED_AT = 32
 
 
 class RunningRequests:
@@ -38,6 +41,14 @@ class RunningRequests:
 
     def decoding(self) -> Iterator[ScheduledRequest]:
         return (request for request in self._all if request not in self.prefilling and request not in self.ending)
+
+    def next_ready(self, missing: float, weight_of: Callable[[int], float]) -> ScheduledRequest:
+        """Whose turn it is to fill what a microbatch misses; one after it that fits, if it would be far too much.
+
+        It is the first one's turn in the next microbatch then.
+        """
+        fitting = (r for r in islice(self.ready, _NUM_LOOKED_AT) if weight_of(r.num_computed_tokens) <= 2 * missing)
+        return next(fitting, None) or next(iter(self.ready))
 
     def add(self, request: ScheduledRequest) -> None:
         self._all[request] = None

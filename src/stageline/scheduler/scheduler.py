@@ -214,7 +214,7 @@ class Scheduler:
         num_decoding = self._running.num_decoding
         share, taken = num_decoding / self._pace.window, 0.0
         while self._running.ready and taken < share and builder.num_tokens < self.limits.max_num_batched_tokens:
-            request = next(iter(self._running.ready))
+            request = self._running.next_ready(share - taken, self._pace.decode_weight)
             if self._place(builder, request, 1):
                 taken += self._pace.decode_weight(request.num_computed_tokens)
                 continue
