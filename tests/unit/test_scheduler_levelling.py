@@ -1,6 +1,6 @@
 """Microbatches of decodes take equally long though contexts differ wildly, and soon again after anything that happens.
 
-In virtual time on stages where a long context costs: a decode with 2,000 tokens of it takes about ten times a short one's.
+In virtual time on stages where a long context costs: a decode with 2,000 tokens of it takes ten times a short one's.
 """
 
 from __future__ import annotations
