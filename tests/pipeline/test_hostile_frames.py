@@ -5,6 +5,7 @@ The worker runs in a thread of the test, which plays the engine and the stage be
 
 from __future__ import annotations
 
+import gc
 import random
 import resource
 import tempfile
@@ -201,6 +202,13 @@ def expected(model: Path) -> list[tuple[int, list[int]]]:
     stage = run(model)
     assert stage.error is None
     return stage.results
+
+
+@pytest.fixture(autouse=True)
+def stages_that_may_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage freezes what it has loaded, for it lives as long as its process. Here hundreds live in one."""
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(gc, "collect", lambda: None)
 
 
 @pytest.fixture(autouse=True)
