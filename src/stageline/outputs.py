@@ -8,7 +8,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class OutputKind(Enum):
@@ -74,7 +74,8 @@ class CompletionOutput:
     In an output of the kind DELTA, `text`, `token_ids`, `logprobs` and `timings.token_times_s` are the new ones only.
 
     Args:
-        finish_reason: stop (end-of-sequence, stop string or stop token), length, abort; None while it goes on.
+        finish_reason: stop (end-of-sequence, stop string or stop token), length, abort; None while it goes on. Never
+            error: a request that fails has no output, its reader gets the error.
         stop_reason: the stop string or stop token id that ended it; None for end-of-sequence or length.
         logprobs: per generated token, the asked-for tokens by id; None if not asked for.
         timings: this completion's own.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from stageline.errors import InternalError, RequestError, StagelineError
 from stageline.outputs import FinishReason
 from stageline.sampling import SamplerSpec, TokenLogprobs
 
@@ -49,6 +50,20 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_completions: int = 1
 
 
+class RequestFailure(msgspec.Struct, frozen=True):
+    """Why one request failed on its way, while others go on.
+
+    Args:
+        field: of the user's request, if that is at fault; empty if Stageline is.
+    """
+
+    message: str
+    field: str = ""
+
+    def as_error(self) -> StagelineError:
+        return RequestError(self.message, self.field) if self.field else InternalError(self.message)
+
+
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """News of one completion; `token_ids` are the new ones only. The last update has a finish reason.
 
@@ -57,6 +72,7 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: of the prompt's tokens after the first, the next run of them as they become known.
         stop_reason: the stop token's id, if one ended it. The stop token is the last of `token_ids`.
         is_last_token_text: what ended it was a grammar that its last token completed, so that one is no stop token.
+        failure: with the finish reason "error", and only then: what its reader shall hear.
         time_s: when the engine had these news, on its clock.
         first_scheduled_s, first_token_s, finished_s: on the engine's clock, None while they have not happened.
     """
@@ -74,3 +90,4 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int
     num_preemptions: int
     is_last_token_text: bool = False
+    failure: RequestFailure | None = None

@@ -12,15 +12,18 @@ from collections.abc import Callable
 from stageline.grammar.mask_pool import Guide
 from stageline.grammar.step import Step
 from stageline.pipeline.microbatch import NO_TOKEN, Microbatch, MicrobatchResult, TokenMasks, check_masks, mask_bytes
-from stageline.request import EngineRequest, GrammarSpec
+from stageline.request import EngineRequest, GrammarSpec, RequestFailure, RequestUpdate
 from tests.unit.simulated_stages import VOCAB_SIZE, SimulatedEngine, SimulatedStages, next_token
 
 FIELD = "structured_outputs.grammar"
 
 
-def every_third(first: int, num_tokens: int) -> GrammarSpec:
-    """A grammar: token i of the answer is (first + i) modulo 3, and the answer has so many tokens."""
-    return GrammarSpec(FIELD, f"{first} {num_tokens}")
+def every_third(first: int, num_tokens: int, most_tokens: int = 9999, maskless_after: int = -1) -> GrammarSpec:
+    """A grammar: token i of the answer is (first + i) modulo 3, and the answer has so many tokens.
+
+    It exceeds its limits with a token after `most_tokens`, or with the mask that follows `maskless_after` tokens.
+    """
+    return GrammarSpec(FIELD, f"{first} {num_tokens} {most_tokens} {maskless_after}")
 
 
 def mask_of(allowed: set[int]) -> bytes:
@@ -31,18 +34,20 @@ class FakeMatcher:
     """Of the grammar that `every_third` makes."""
 
     def __init__(self, spec: GrammarSpec) -> None:
-        self.first, self.num_tokens = map(int, spec.definition.split())
+        self.first, self.num_tokens, self.most_tokens, self.maskless_after = map(int, spec.definition.split())
         self.taken: list[int] = []
 
     def allowed(self) -> set[int]:
         return {token_id for token_id in range(VOCAB_SIZE) if token_id % 3 == (self.first + len(self.taken)) % 3}
 
     def mask(self) -> bytes | None:
-        return mask_of(self.allowed())
+        return None if len(self.taken) == self.maskless_after else mask_of(self.allowed())
 
     def advance(self, token_id: int) -> Step:
         assert token_id in self.allowed()
         self.taken.append(token_id)
+        if len(self.taken) > self.most_tokens:
+            return Step.FAILED
         return Step.COMPLETE if len(self.taken) == self.num_tokens else Step.GOES_ON
 
 
@@ -82,10 +87,11 @@ class ControlledMasks:
         guide = self.pending[place]
         del self.pending[place]
         if guide.spec.definition in self.broken:
-            guide.failure = "it is broken"
+            guide.failure = RequestFailure("it is broken", guide.spec.field)
         else:
             guide.matcher = guide.matcher or FakeMatcher(guide.spec)
             guide.mask = guide.matcher.mask()
+            guide.is_exceeded = guide.mask is None
         self._finished.append(guide)
 
     def finished(self) -> list[Guide]:
@@ -156,6 +162,14 @@ class MaskedEngine(SimulatedEngine):
         super().__init__(scheduler, stages)  # type: ignore[arg-type]
         self.masks = masks
         self.compute: Callable[[ControlledMasks], None] = release_all
+        self.failures: dict[str, RequestFailure] = {}
+
+    def _take(self, updates: list[RequestUpdate]) -> None:
+        super()._take(updates)
+        for update in updates:
+            assert (update.failure is not None) == (update.finish_reason == "error")
+            if update.failure is not None:
+                self.failures[update.request_id] = update.failure
 
     def send_masks(self) -> None:
         messages, ends = self.scheduler.take_masks(0.0)

@@ -24,7 +24,7 @@ def test_a_completion_is_timed_from_its_arrival_to_its_end() -> None:
         assert (histogram.num_values, histogram.total) == (1, pytest.approx(value))
     assert (stats.inter_token_s.num_values, stats.inter_token_s.total) == (2, pytest.approx(1.5))
     assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_generation_tokens) == (10, 4, 3)
-    assert stats.num_finished == {"stop": 0, "length": 1, "abort": 0}
+    assert stats.num_finished == {"stop": 0, "length": 1, "abort": 0, "error": 0}
 
 
 def test_every_completion_that_ends_is_in_every_histogram_of_ends() -> None:
@@ -36,7 +36,7 @@ def test_every_completion_that_ends_is_in_every_histogram_of_ends() -> None:
     collector.ended(update("c", 4.0, 0, "abort", first_scheduled_s=None, first_token_s=None), "abort")
     collector.ended(update("b", 5.0, 0, "abort"), "stop")
     stats = snapshot(collector).requests
-    assert stats.num_added == 4 and stats.num_finished == {"stop": 2, "length": 0, "abort": 1}
+    assert stats.num_added == 4 and stats.num_finished == {"stop": 2, "length": 0, "abort": 1, "error": 0}
     for histogram in (stats.e2e_s, stats.prompt_tokens, stats.generation_tokens, stats.max_tokens):
         assert histogram.num_values == 3
     assert stats.queue_s.num_values == stats.prefill_s.num_values == stats.ttft_s.num_values == 2

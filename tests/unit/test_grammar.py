@@ -13,6 +13,7 @@ import pytest
 from stageline.errors import RequestError
 from stageline.grammar.compiler import GrammarCompiler, Matcher
 from stageline.grammar.definition import MAX_GBNF_RULES, MAX_GRAMMAR_BYTES, MAX_REGEX_BYTES, define
+from stageline.grammar.endless_schema import accepts_nothing_finite
 from stageline.grammar.mask_pool import Guide, MaskPool
 from stageline.grammar.productive import never_ends
 from stageline.grammar.step import Step
@@ -96,7 +97,7 @@ def test_the_end_of_the_text_is_told_from_the_end_of_sequence(compiler: GrammarC
         Step.STOPPED,
     ]
     matcher, _ = compiler.new_matcher(define(StructuredOutputs(regex="a+")))
-    assert matcher.advance(b) is Step.STOPPED
+    assert matcher.advance(b) is Step.FAILED
 
 
 def test_each_end_of_sequence_token_may_end_an_answer_and_other_special_tokens_never_come() -> None:
@@ -125,6 +126,8 @@ def test_completions_of_one_grammar_do_not_touch_each_other(compiler: GrammarCom
 
 # ---- what is refused ----
 
+DOUBLING = "start: a0\n" + "".join(f"a{n}: a{n + 1} a{n + 1}\n" for n in range(60)) + 'a60: "x"\n'
+
 REFUSED: dict[str, tuple[StructuredOutputs, str, str]] = {
     "nothing": (StructuredOutputs(), "", "none of its fields"),
     "false": (StructuredOutputs(json_object=False), "", "none of its fields"),
@@ -152,6 +155,19 @@ REFUSED: dict[str, tuple[StructuredOutputs, str, str]] = {
     "unknown rule": (StructuredOutputs(grammar="start: foo"), ".grammar", "foo"),
     "endless": (StructuredOutputs(grammar='start: "a" start'), ".grammar", "accepts nothing"),
     "endless GBNF": (StructuredOutputs(grammar='root ::= "a" root'), ".grammar", "accepts nothing"),
+    "doubling": (StructuredOutputs(grammar=DOUBLING), ".grammar", "too complex"),
+    "no such token": (StructuredOutputs(grammar="start: <[99999999]>"), ".grammar", "99999999"),
+    "two heads in a line": (StructuredOutputs(grammar='start: "a"? ' * 500), ".grammar", "Expected"),
+    "regex that is hopeless after a step": (StructuredOutputs(regex="(a?){200}a{200}"), ".regex", "too complex"),
+    "long regex": (StructuredOutputs(regex="(a{1000}){1000}"), ".regex", "too complex"),
+    "a thousand optional properties": (
+        StructuredOutputs(json={"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(1000)}}),
+        ".json", "too complex",
+    ),
+    "endless schema": (
+        StructuredOutputs(json={"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}),
+        ".json", "accepts nothing",
+    ),
     "contradiction": (StructuredOutputs(grammar="start: A\nA: /a/ & /b/"), ".grammar", "accepts nothing"),
     "deep": (StructuredOutputs(grammar="start: " + "(" * 10_000), ".grammar", "nested"),
     "deep GBNF": (StructuredOutputs(grammar="root ::= " + "(" * 10_000), ".grammar", "nested"),
@@ -214,12 +230,40 @@ def test_a_grammar_that_becomes_too_complex_on_its_way_has_no_mask_rather_than_a
         ("start: thing\n%import common.INT -> thing", False),
         ('?start.2: "a" | start\n', False),
         ('start[capture]: "a" start', True),
+        ('start: "a" start: "b"', False),
         ("nothing here", False),
         ("start: " + "(" * 1000, False),
     ],
 )
 def test_a_grammar_is_called_endless_only_where_it_is(lark: str, is_endless: bool) -> None:
     assert never_ends(lark) is is_endless
+
+
+NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_endless"),
+    [
+        ({"$defs": {"node": NODE}, "$ref": "#/$defs/node"}, True),
+        ({"$defs": {"node": NODE}, "type": "array", "minItems": 1, "items": {"$ref": "#/$defs/node"}}, True),
+        ({"$defs": {"node": NODE}, "type": "array", "items": {"$ref": "#/$defs/node"}}, False),
+        ({"$defs": {"node": NODE}, "anyOf": [{"$ref": "#/$defs/node"}, {"allOf": [NODE]}]}, True),
+        ({"$defs": {"node": NODE}, "anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}, False),
+        ({"$defs": {"node": NODE}, "anyOf": [{"$ref": "#/$defs/node"}, True]}, False),
+        ({"$defs": {"node": {**NODE, "required": []}}, "$ref": "#/$defs/node"}, False),
+        ({"$defs": {"node": {**NODE, "type": ["object", "null"]}}, "$ref": "#/$defs/node"}, False),
+        ({"$defs": {"a/b": NODE, "node": {"$ref": "#/$defs/a~1b"}}, "$ref": "#/%24defs/node"}, True),
+        ({"$defs": {"node": {**NODE, "$id": "other"}}, "$ref": "#/$defs/node"}, False),
+        ({"$ref": "#/nowhere"}, False),
+        ({"$ref": "#anchor"}, False),
+        ({"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, True),
+        ({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 1}, False),
+        ({}, False),
+    ],
+)
+def test_a_schema_is_called_endless_only_where_it_is(schema: dict[str, Any], is_endless: bool) -> None:
+    assert accepts_nothing_finite(schema) is is_endless
 
 
 # ---- the threads ----
@@ -242,7 +286,8 @@ def test_a_guide_comes_back_with_its_mask_and_the_bell_rings(compiler: GrammarCo
         pool.compute(guide)
     assert set(finished_guides(pool, bell, 4)) == set(guides)
     assert [allowed(guide.mask) for guide in guides[:3]] == [set(TOKENIZER.encode(text)) for text in "abc"]
-    assert guides[3].mask is None and "structured_outputs.regex" in (guides[3].failure or "")
+    assert guides[3].mask is None and guides[3].failure is not None
+    assert guides[3].failure.field == "structured_outputs.regex"
     assert guides[1].matcher is not None
     guides[1].matcher.advance(TOKENIZER.encode("b")[0])
     pool.compute(guides[1])

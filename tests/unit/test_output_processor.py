@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.engine.output_processor import OutputProcessor, ProcessedOutputs
+from stageline.errors import InternalError, RequestError
 from stageline.outputs import CompletionOutput, OutputKind, RequestOutput
-from stageline.request import EngineRequest, RequestUpdate
+from stageline.request import EngineRequest, RequestFailure, RequestUpdate
 from stageline.sampling import SamplerSpec, SamplingParams, TokenLogprobs
 from tests.unit.byte_tokenizer import EOS_TOKEN_ID, STOP_TOKEN, STOP_TOKEN_ID, byte_tokenizer
 
@@ -377,3 +378,18 @@ def test_prompt_logprobs_of_deltas_follow_one_another() -> None:
     merged = second.after(first).prompt_logprobs
     assert merged == first.prompt_logprobs + second.prompt_logprobs
     assert merged[0] is None
+
+
+@pytest.mark.parametrize(("field", "kind"), [("structured_outputs.regex", RequestError), ("", InternalError)])
+def test_a_completion_that_fails_takes_its_request_along_and_tells_nothing_of_it_but_the_error(
+    field: str, kind: type[Exception]
+) -> None:
+    processor = _started(SamplingParams(n=3))
+    failed = _update([2], "error", "R-1", failure=RequestFailure("too much", field))
+    updates = [_update([1], "length", "R-0"), _update([1], None, "R-2"), failed, _update([1], "length", "R-2")]
+    processed = processor.process(updates)
+    assert processed.outputs == [] and processed.finished_early == []
+    [(request_id, failure)] = processed.failures.items()
+    assert request_id == "R" and failure.unfinished == ["R-2"]
+    assert isinstance(failure.error, kind) and str(failure.error) == "too much"
+    assert not processor.has_unfinished and processor.process(updates) == ProcessedOutputs([], [])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.kv.kv_cache_manager import KVCacheManager
 from stageline.pipeline.microbatch import MicrobatchLimits
-from stageline.request import EngineRequest
+from stageline.request import EngineRequest, RequestFailure
 from stageline.scheduler.scheduler import Scheduler, SchedulerLimits
 from tests.unit.masked_stages import (
+    FIELD,
     ControlledMasks,
     MaskedEngine,
     MaskedStages,
@@ -153,7 +155,24 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_and_no_other():
     engine.add(broken)
     engine.add(engine_request("whole", [2], 5))
     engine.run()
-    assert engine.finished == {"broken": "abort", "whole": "length"}
+    assert engine.finished == {"broken": "error", "whole": "length"}
+    assert engine.failures == {"broken": RequestFailure("it is broken", FIELD)}
+
+
+@pytest.mark.parametrize("limits", [{"most_tokens": 4}, {"maskless_after": 5}])
+def test_a_grammar_that_exceeds_its_limits_on_its_way_ends_its_request_with_an_error_and_no_other(limits, caplog):
+    engine = make_engine()
+    engine.add(msgspec.structs.replace(guided("over", [1], 20), grammar=every_third(0, 999, **limits)))
+    engine.add(msgspec.structs.replace(guided("cut before", [1], 5), grammar=every_third(0, 999, **limits)))
+    engine.add(guided("whole", [2], 8))
+    engine.run()
+    assert engine.finished == {"over": "error", "cut before": "length", "whole": "length"}
+    assert len(engine.outputs["whole"]) == 8
+    [(request_id, failure)] = engine.failures.items()
+    assert request_id == "over" and failure.field == FIELD
+    assert f"{FIELD} exceeded the limits of a grammar after 5 tokens of the answer" in failure.message
+    assert [record.getMessage() for record in caplog.records] == [f"request over failed: {failure.message}"]
+    assert engine.kv.num_free_blocks == 1000 and not engine.scheduler.has_grammars
 
 
 def test_without_grammars_a_microbatch_names_no_masked_rows():

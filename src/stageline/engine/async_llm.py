@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Sequence
 from weakref import WeakValueDictionary
 
@@ -25,13 +26,14 @@ from stageline.config.engine_config import EngineConfig
 from stageline.engine.client import EngineClient
 from stageline.engine.engine_process import EngineProcess
 from stageline.engine.frontend import Prompt
+from stageline.engine.health_watch import HealthWatch
 from stageline.engine.input_processor import InputProcessor
 from stageline.engine.messages import EngineLink
 from stageline.engine.output_processor import OutputProcessor
 from stageline.engine.request_stream import RequestStream
 from stageline.engine.startup import choose_max_model_len
 from stageline.engine.stats import EngineStats
-from stageline.errors import EngineLost, NotReady, StagelineError
+from stageline.errors import EngineSilent, NotReady, RequestOverdue, StagelineError
 from stageline.executor.executor import OnProgress
 from stageline.outputs import OutputKind, RequestOutput
 from stageline.request import EngineRequest, RequestUpdate
@@ -39,10 +41,15 @@ from stageline.sampling import SamplingParams
 from stageline.timeline.recorder import DEFAULT_CAPACITY
 from stageline.timeline.span import Span
 
+logger = logging.getLogger(__name__)
+
 _LONGEST_INLINE_PROMPT = 1000
 """Characters, or token ids, whose checking and encoding takes less time than handing them to a thread."""
 
 _GOODBYE_S = 5.0
+
+_OVERTIME_S = 1.0
+"""How long the engine, which watches the time of requests too, may take to say that one is over."""
 
 
 class AsyncLLM:
@@ -73,6 +80,7 @@ class AsyncLLM:
         self._next_request = itertools.count()
         self._process = process
         self._client = EngineClient(link, self.clock, self._take, self._fail_all, on_load_progress)
+        self._watch = HealthWatch(config.heartbeat_timeout_s, self._trouble, self._end_overdue, self._give_up_open)
         if process is not None:
             self._loop.add_reader(process.exit_fd, self._read_process)
 
@@ -130,22 +138,31 @@ class AsyncLLM:
         """Whether the pipeline works, not only this process.
 
         Raises: NotReady while the model loads; WorkerLost, EngineLost, InternalError with the reason if it is gone;
-            EngineLost if it shows no sign of life, or completes no microbatch while some are in flight.
+            EngineSilent if it shows no sign of life, or completes no microbatch while some are in flight.
         """
         client = self._client
         client.receive()
         if client.loss is not None:
             raise client.loss.with_traceback(None)
-        silent_s = self.clock.now_s() - client.heard_s
-        if silent_s > self.config.heartbeat_timeout_s:
-            raise EngineLost(f"the engine's process shows no sign of life, for {silent_s:.1f} s now")
+        trouble = self._trouble()
+        if trouble is not None:
+            raise trouble
         if not client.is_ready:
             raise NotReady("the model is still loading; try again in a while", retry_after_s=2.0)
-        if client.stalled_s > self.config.progress_timeout_s:
-            raise EngineLost(
+
+    def _trouble(self) -> EngineSilent | None:
+        """What is wrong with an engine that is there."""
+        client, limit_s = self._client, self.config.progress_timeout_s
+        client.receive()
+        silent_s = self.clock.now_s() - client.heard_s
+        if client.loss is None and silent_s > self.config.heartbeat_timeout_s:
+            return EngineSilent(f"the engine's process shows no sign of life, for {silent_s:.1f} s now")
+        if client.is_ready and client.stalled_s > limit_s:
+            return EngineSilent(
                 f"no microbatch came back for {client.stalled_s:.1f} s, though some are in flight "
-                f"(--progress-timeout-s {self.config.progress_timeout_s:g})"
+                f"(--progress-timeout-s {limit_s:g})"
             )
+        return None
 
     # ---- what users ask ----
 
@@ -222,7 +239,7 @@ class AsyncLLM:
         else:
             requests = await asyncio.to_thread(self._inputs.process, *options)
             self._check_is_there()
-        return await self._queue(engine_id, request_id or engine_id, prompt, params, requests, output_kind)
+        return await self._queue(engine_id, request_id or engine_id, prompt, params, requests, output_kind, timeout_s)
 
     async def _queue(
         self,
@@ -232,6 +249,7 @@ class AsyncLLM:
         params: SamplingParams,
         requests: list[EngineRequest],
         kind: OutputKind,
+        timeout_s: float | None,
     ) -> RequestStream:
         text = prompt if isinstance(prompt, str) else None
         token_ids = requests[0].prompt_token_ids
@@ -240,6 +258,8 @@ class AsyncLLM:
             fetch=lambda: self._fetch(engine_id),
             leave=lambda: self._abort(engine_id),
             drop=lambda: self._abort_soon(engine_id),
+            timeout_s=timeout_s,
+            deadline_s=requests[0].deadline_s,
         )
         self._streams[engine_id] = stream
         try:
@@ -267,6 +287,11 @@ class AsyncLLM:
             stream = self._streams.get(engine_id)
             if stream is not None:
                 stream.notify()
+        for engine_id, failure in changes.failures.items():
+            self._client.abort(failure.unfinished, "abort")
+            stream = self._streams.pop(engine_id, None)
+            if stream is not None:
+                stream.fail(failure.error)
 
     def _fetch(self, engine_id: str) -> RequestOutput:
         output = self._outputs.output(engine_id)
@@ -293,6 +318,36 @@ class AsyncLLM:
                 self._forget(engine_id)
                 stream.fail(error)
 
+    # ---- when it tells nothing ----
+
+    def break_off(self, error: StagelineError) -> None:
+        """Fail all that is open, and all that is asked from now on, as if the engine were gone; for who leaves."""
+        self._client.lose(error)
+
+    def _end_overdue(self) -> None:
+        now_s = self.clock.now_s()
+        for engine_id, stream in list(self._streams.items()):
+            if stream.deadline_s is not None and now_s > stream.deadline_s + _OVERTIME_S:
+                words = f"the request was not finished within {stream.timeout_s:g} seconds, nor ended by the engine"
+                self._give_up(engine_id, stream, RequestOverdue(words))
+
+    def _give_up_open(self, error: EngineSilent) -> None:
+        streams = [(id_, one) for id_, one in self._streams.items() if not self._outputs.is_finished(id_)]
+        if streams:
+            logger.error("%s; %d requests are given up", error, len(streams))
+        for engine_id, stream in streams:
+            self._give_up(engine_id, stream, error)
+        self._client.fail_questions(error)
+
+    def _give_up(self, engine_id: str, stream: RequestStream, error: StagelineError) -> None:
+        if self._outputs.is_finished(engine_id):
+            return  # its reader is slow
+        running = self._forget(engine_id)
+        # If the engine goes on some day, it need not go on with this.
+        self._client.abort(running, "abort")
+        self._client.fail_questions(error, running)
+        stream.fail(error)
+
     # ---- what users look at ----
 
     async def stats(self) -> EngineStats:
@@ -317,6 +372,7 @@ class AsyncLLM:
             self._loop.remove_reader(self._process.exit_fd)
 
     def _leave(self) -> None:
+        self._watch.stop()
         self._client.close()
         if self._process is not None:
             self._loop.remove_reader(self._process.exit_fd)

@@ -14,7 +14,7 @@ from stageline.clock import Clock
 from stageline.engine.core import EngineCore
 from stageline.engine.input_processor import InputProcessor
 from stageline.engine.output_processor import OutputProcessor
-from stageline.errors import RequestError
+from stageline.errors import RequestError, StagelineError
 from stageline.outputs import OutputKind, RequestOutput
 from stageline.sampling import SamplingParams
 
@@ -30,6 +30,7 @@ class Frontend:
         self._outputs = outputs
         self._clock = clock
         self._unclaimed: dict[str, RequestOutput] = {}
+        self._failures: dict[str, StagelineError] = {}
         self._abandoned: deque[str] = deque()
         self._next_request = itertools.count()
 
@@ -39,7 +40,7 @@ class Frontend:
         prepared = []
         for index, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
             request_id = str(next(self._next_request))
-            with _errors_that_name_the_prompt(index, len(prompts)):
+            with errors_that_name_the_prompt(index, len(prompts)):
                 engine_requests = self._inputs.process(request_id, prompt, its_params, self._clock.now_s())
             prepared.append((request_id, prompt, its_params, engine_requests))
         submitted: list[str] = []
@@ -49,7 +50,7 @@ class Frontend:
                 token_ids = engine_requests[0].prompt_token_ids
                 submitted.append(request_id)
                 self._outputs.add(request_id, text, token_ids, its_params, engine_requests, kind)
-                with _errors_that_name_the_prompt(index, len(prompts)):
+                with errors_that_name_the_prompt(index, len(prompts)):
                     for engine_request in engine_requests:
                         self._core.add(engine_request)
         except BaseException:
@@ -63,10 +64,22 @@ class Frontend:
         kept = [self._unclaimed.pop(request_id) for request_id in self._unclaimed.keys() & request_ids]
         return kept or self._step(request_ids)
 
+    def take_failure(self, request_ids: Iterable[str]) -> tuple[str, StagelineError] | None:
+        """The first of these requests that failed on its way, and why; told once."""
+        for request_id in request_ids:
+            if request_id in self._failures:
+                return request_id, self._failures.pop(request_id)
+        return None
+
     def _step(self, request_ids: set[str]) -> list[RequestOutput]:
         processed = self._outputs.process(self._core.step())
         for engine_request_id in processed.finished_early:
             self._core.abort(engine_request_id)
+        for request_id, failure in processed.failures.items():
+            self._unclaimed.pop(request_id, None)
+            self._failures[request_id] = failure.error
+            for engine_request_id in failure.unfinished:
+                self._core.abort(engine_request_id)
         mine = []
         for output in processed.outputs:
             if output.request_id in request_ids:
@@ -80,6 +93,7 @@ class Frontend:
         """End requests that may be unfinished; nothing more is heard of them."""
         for request_id in request_ids:
             self._unclaimed.pop(request_id, None)
+            self._failures.pop(request_id, None)
             for engine_request_id in self._outputs.abort(request_id):
                 self._core.abort(engine_request_id)
 
@@ -93,7 +107,7 @@ class Frontend:
 
 
 @contextmanager
-def _errors_that_name_the_prompt(index: int, num_prompts: int) -> Iterator[None]:
+def errors_that_name_the_prompt(index: int, num_prompts: int) -> Iterator[None]:
     """Say which of several prompts a RequestError is about."""
     try:
         yield

@@ -106,8 +106,8 @@ class LLM:
             sampling_params: for all prompts, or one per prompt; None takes `default_sampling_params()`.
             use_tqdm: show a progress bar on a terminal.
         Returns: one output per prompt, in order.
-        Raises: RequestError, before anything is generated, if a prompt or a parameter cannot be served; WorkerLost if a
-            stage is lost on the way.
+        Raises: RequestError, before anything is generated, if a prompt or a parameter cannot be served, and later if
+            a grammar exceeds its limits within an answer; WorkerLost if a stage is lost on the way.
         """
         many = _as_prompts(prompts)
         return self._finish_all(many, _one_per_prompt(sampling_params, len(many), self), use_tqdm)

@@ -10,14 +10,27 @@ What has not been asked for yet is kept here as tokens and text, so a reader who
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stageline.clock import Clock, MonotonicClock
 from stageline.engine.input_processor import Tokenizer
 from stageline.engine.stop_strings import StopStringScanner
+from stageline.errors import StagelineError
 from stageline.outputs import CompletionOutput, FinishReason, Logprob, OutputKind, RequestOutput, RequestTimings
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.sampling import SamplingParams, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One completion of a user request failed, and with it the request, which is forgotten.
+
+    Args:
+        unfinished: its other engine requests that are still running, for the engine to abort.
+    """
+
+    error: StagelineError
+    unfinished: list[str]
 
 
 @dataclass(frozen=True)
@@ -27,10 +40,12 @@ class Changes:
     Args:
         request_ids: user requests that now have something to tell.
         finished_early: engine requests that a stop string ended; the engine does not know and has to abort them.
+        failures: user requests that failed.
     """
 
     request_ids: list[str]
     finished_early: list[str]
+    failures: dict[str, Failure] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -40,10 +55,12 @@ class ProcessedOutputs:
     Args:
         outputs: one per user request that changed.
         finished_early: engine requests that a stop string ended; the engine does not know and has to abort them.
+        failures: user requests that failed.
     """
 
     outputs: list[RequestOutput]
     finished_early: list[str]
+    failures: dict[str, Failure] = field(default_factory=dict)
 
 
 class OutputProcessor:
@@ -93,15 +110,22 @@ class OutputProcessor:
     def process(self, updates: Sequence[RequestUpdate]) -> ProcessedOutputs:
         """`take`, and an output of every request that has something to tell."""
         changes = self.take(updates)
-        return ProcessedOutputs([self.output(request_id) for request_id in changes.request_ids], changes.finished_early)
+        outputs = [self.output(request_id) for request_id in changes.request_ids]
+        return ProcessedOutputs(outputs, changes.finished_early, changes.failures)
 
     def take(self, updates: Sequence[RequestUpdate]) -> Changes:
         """Take news in the order the engine sent them. Those of requests that are finished or aborted are ignored."""
         changed: dict[str, _UserRequest] = {}
         finished_early: list[str] = []
+        failures: dict[str, Failure] = {}
         for update in updates:
             request = self._owners.get(update.request_id)
             if request is None:
+                continue
+            if update.failure is not None:
+                others = [one for one in self.abort(request.request_id) if one != update.request_id]
+                failures[request.request_id] = Failure(update.failure.as_error(), others)
+                changed.pop(request.request_id, None)
                 continue
             changed[request.request_id] = request
             request.add_prompt_logprobs(update.prompt_logprobs, self._tokenizer)
@@ -112,7 +136,8 @@ class OutputProcessor:
                 if update.finish_reason is None:
                     completion.finished_s = self._clock.now_s()
                     finished_early.append(update.request_id)
-        return Changes([id_ for id_, request in changed.items() if request.has_something_to_tell], finished_early)
+        told = [id_ for id_, request in changed.items() if request.has_something_to_tell]
+        return Changes(told, finished_early, failures)
 
     def is_finished(self, request_id: str) -> bool:
         """Whether it is finished, though perhaps not all told."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 
-from stageline.engine.frontend import Frontend
+from stageline.engine.frontend import Frontend, errors_that_name_the_prompt
 from stageline.outputs import RequestOutput
 
 
@@ -24,11 +24,12 @@ class OutputStream(Iterator[RequestOutput]):
 
     def __init__(self, frontend: Frontend, request_ids: Iterable[str]) -> None:
         self._frontend = frontend
-        self._pending = set(request_ids)
+        self._request_ids = list(request_ids)
+        self._pending = set(self._request_ids)
         self._ready: deque[RequestOutput] = deque()
 
     def __next__(self) -> RequestOutput:
-        """Raises: WorkerLost if a stage is lost; the stream is closed then."""
+        """Raises: RequestError if a request failed, WorkerLost if a stage is lost; the stream is closed then."""
         while not self._ready:
             if not self._pending:
                 raise StopIteration
@@ -37,12 +38,20 @@ class OutputStream(Iterator[RequestOutput]):
 
     def _fetch(self) -> None:
         try:
+            self._raise_failure()
             outputs = self._frontend.take(self._pending)
         except BaseException:
             self.close()
             raise
         self._ready.extend(outputs)
         self._pending.difference_update(output.request_id for output in outputs if output.is_finished)
+
+    def _raise_failure(self) -> None:
+        failed = self._frontend.take_failure(self._pending)
+        if failed is not None:
+            request_id, error = failed
+            with errors_that_name_the_prompt(self._request_ids.index(request_id), len(self._request_ids)):
+                raise error
 
     def close(self) -> None:
         """Abort what is not finished. The stream is at its end; may be called at any time and twice."""

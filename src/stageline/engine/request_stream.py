@@ -21,11 +21,20 @@ class RequestStream(AsyncIterator[RequestOutput]):
         fetch: gives all that is new.
         leave: aborts the request; called at most once, and not after its end.
         drop: the same, but called from any thread, by the garbage collector.
+        timeout_s: how long it may take; None for as long as it wants.
+        deadline_s: the end of that time, on the clock of who makes it.
     """
 
     def __init__(
-        self, fetch: Callable[[], RequestOutput], leave: Callable[[], None], drop: Callable[[], None]
+        self,
+        fetch: Callable[[], RequestOutput],
+        leave: Callable[[], None],
+        drop: Callable[[], None],
+        timeout_s: float | None = None,
+        deadline_s: float | None = None,
     ) -> None:
+        self.timeout_s = timeout_s
+        self.deadline_s = deadline_s
         self._fetch = fetch
         self._leave = leave
         self._drop = drop
@@ -52,7 +61,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Raises: WorkerLost, EngineLost, InternalError if the engine is gone."""
+        """Raises: RequestError if the request failed; WorkerLost, EngineLost, InternalError if the engine is gone."""
         while not self._has_news or self._error is not None:
             if self._is_over:
                 raise StopAsyncIteration

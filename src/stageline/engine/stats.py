@@ -42,7 +42,7 @@ ITERATION_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 81
 COMPLETIONS_BOUNDS = (1, 2, 5, 10, 20)
 ROWS_BOUNDS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 
-FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):

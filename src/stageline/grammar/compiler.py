@@ -11,18 +11,24 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from stageline.errors import RequestError
 from stageline.grammar.definition import shortened
+from stageline.grammar.mask_pool import WAY_OUT
 from stageline.grammar.step import Step
 from stageline.pipeline.microbatch import mask_bytes
 from stageline.request import GrammarSpec
 
 _MAX_COMPILED = 64
 
+_MOST_TRIALS = 16
+"""First tokens that are tried before a grammar is accepted: many that are too complex say so only then."""
+
 _ACCEPTS_NOTHING = "NoExtension"
-_TOO_COMPLEX = ("limit", "fuel", "too big", "too large", "too many", "TooComplex")
+_NO_SUCH_TOKEN = "Token range end"
+_TOO_COMPLEX = ("limit", "fuel", "too big", "too large", "too many", "TooComplex", "Current row has")
 
 
 def _limits() -> LLParserLimits:
@@ -56,7 +62,7 @@ class Matcher:
     def advance(self, token_id: int) -> Step:
         """Take the next token, which must be one of those allowed."""
         if not self._matcher.consume_token(token_id):
-            return Step.STOPPED
+            return Step.FAILED
         if not self._matcher.is_stopped():
             return Step.GOES_ON
         return Step.STOPPED if token_id in self._eos_token_ids else Step.COMPLETE
@@ -124,12 +130,28 @@ class GrammarCompiler:
 
 def _compile(spec: GrammarSpec, tokenizer: LLTokenizer, num_mask_bytes: int) -> _Compiled:
     matcher = LLMatcher(tokenizer, spec.definition, log_level=0, limits=_limits())
-    if matcher.is_error():
-        raise RequestError(f"{spec.field} cannot be used: {_reason(matcher)}", spec.field)
+    _refuse_failed(spec, matcher)
     mask = matcher.compute_bitmask()[:num_mask_bytes]
+    _refuse_failed(spec, matcher)
+    for token_id in _some_tokens(mask):
+        trial = matcher.deep_copy()
+        trial.consume_token(token_id)
+        _refuse_failed(spec, trial)
+    return _Compiled(matcher, mask)
+
+
+def _refuse_failed(spec: GrammarSpec, matcher: LLMatcher) -> None:
     if matcher.is_error():
         raise RequestError(f"{spec.field} cannot be used: {_reason(matcher)}", spec.field)
-    return _Compiled(matcher, mask)
+
+
+def _some_tokens(mask: bytes) -> list[int]:
+    """All that the mask allows, or as many of them as are worth trying, from the first to the last."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+    allowed: list[int] = np.flatnonzero(bits).tolist()
+    if len(allowed) <= _MOST_TRIALS:
+        return allowed
+    return [allowed[place * (len(allowed) - 1) // (_MOST_TRIALS - 1)] for place in range(_MOST_TRIALS)]
 
 
 def _reason(matcher: LLMatcher) -> str:
@@ -137,6 +159,6 @@ def _reason(matcher: LLMatcher) -> str:
     words = matcher.get_error().replace("<non-verbose/>", "")
     if words.startswith(_ACCEPTS_NOTHING):
         return "it accepts nothing: no text could ever match it"
-    if any(word in words for word in _TOO_COMPLEX):
-        return "it is too complex; give a simpler one, or one with fewer and shorter repetitions"
+    if _NO_SUCH_TOKEN not in words and any(word in words for word in _TOO_COMPLEX):
+        return f"it is too complex; {WAY_OUT}"
     return shortened(words)

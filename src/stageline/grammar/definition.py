@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from stageline.errors import RequestError
+from stageline.grammar.endless_schema import accepts_nothing_finite
 from stageline.grammar.productive import never_ends
 from stageline.request import GrammarSpec
 from stageline.sampling import StructuredOutputs
@@ -76,6 +77,8 @@ def _schema_text(schema: dict[str, Any] | str | None, field: str) -> str:
     if not isinstance(found, dict):
         raise RequestError(f"{field} is {shortened(text)}; a JSON schema is an object", field)
     _bounded("".join(_patterns(found)), f"{field}'s patterns together", MAX_REGEX_BYTES, field)
+    if accepts_nothing_finite(found):
+        raise RequestError(f"{field} accepts nothing: each value would have to hold another one, for ever", field)
     return text
 
 

@@ -18,9 +18,11 @@ from typing import Protocol
 
 from stageline.errors import RequestError
 from stageline.grammar.step import Step
-from stageline.request import GrammarSpec
+from stageline.request import GrammarSpec, RequestFailure
 
 logger = logging.getLogger(__name__)
+
+WAY_OUT = "give a simpler one, with fewer and shorter repetitions or fewer optional parts"
 
 _MOST_THREADS = 4
 
@@ -50,12 +52,23 @@ class Guide:
         matcher: None until the grammar is compiled.
         mask: of the next token; None while it is being computed.
         failure: why there will be no mask; the way ends here.
+        is_exceeded: the way ends here, because the grammar became too complex within the answer.
     """
 
     spec: GrammarSpec
     matcher: TokenMatcher | None = None
     mask: bytes | None = None
-    failure: str | None = None
+    failure: RequestFailure | None = None
+    is_exceeded: bool = False
+
+
+def exceeded(spec: GrammarSpec, num_tokens: int) -> RequestFailure:
+    """A grammar that was accepted became too complex after so many tokens of the answer."""
+    answered = "1 token" if num_tokens == 1 else f"{num_tokens} tokens"
+    return RequestFailure(
+        f"{spec.field} exceeded the limits of a grammar after {answered} of the answer; {WAY_OUT}",
+        spec.field,
+    )
 
 
 class MaskPool:
@@ -80,7 +93,7 @@ class MaskPool:
         (self._new if guide.matcher is None else self._under_way).put(guide)
 
     def finished(self) -> list[Guide]:
-        """The guides that came back since this was asked before: each has a mask or a failure."""
+        """The guides that came back since this was asked before: each has a mask, or its way has ended."""
         guides = []
         while self._finished:
             guides.append(self._finished.popleft())
@@ -108,10 +121,10 @@ class MaskPool:
             try:
                 self._compute(guide)
             except RequestError as error:
-                guide.failure = str(error)
+                guide.failure = RequestFailure(str(error), error.field)
             except Exception as error:
                 logger.exception("a mask could not be computed")
-                guide.failure = f"{type(error).__name__}: {error}"
+                guide.failure = RequestFailure(f"{type(error).__name__}: {error}")
             self._finished.append(guide)
             self._ring()
 
@@ -121,4 +134,4 @@ class MaskPool:
         elif (mask := guide.matcher.mask()) is not None:
             guide.mask = mask
         else:
-            guide.failure = f"{guide.spec.field} has become too complex at this point of the answer"
+            guide.is_exceeded = True

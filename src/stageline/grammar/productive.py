@@ -30,10 +30,10 @@ _DEEPEST_GROUP = 100
 
 
 @dataclass
-class _Alternatives:
+class Alternatives:
     """One of several sequences has to end: per sequence, the names and groups that have to end for it."""
 
-    sequences: list[list[str | _Alternatives]] = field(default_factory=lambda: [[]])
+    sequences: list[list[str | Alternatives]] = field(default_factory=lambda: [[]])
 
 
 def never_ends(lark: str) -> bool:
@@ -41,13 +41,13 @@ def never_ends(lark: str) -> bool:
     matches = _TOKEN.finditer(_DIRECTIVE.sub("", lark))
     tokens = [(str(match.lastgroup), match.group()) for match in matches if match.lastgroup != "skip"]
     rules = _rules(tokens)
-    return rules is not None and "start" in rules and "start" not in _ending(rules)
+    return rules is not None and "start" in rules and "start" not in ending(rules)
 
 
-def _rules(tokens: list[tuple[str, str]]) -> dict[str, _Alternatives] | None:
+def _rules(tokens: list[tuple[str, str]]) -> dict[str, Alternatives] | None:
     """Every rule's alternatives by its name; None if the grammar uses what is not understood here."""
-    rules: dict[str, _Alternatives] = {}
-    stack: list[_Alternatives] = []
+    rules: dict[str, Alternatives] = {}
+    stack: list[Alternatives] = []
     place = 0
     while place < len(tokens):
         kind, text = tokens[place]
@@ -56,7 +56,7 @@ def _rules(tokens: list[tuple[str, str]]) -> dict[str, _Alternatives] | None:
             end = _end_of_head(tokens, place)
             if end is None:
                 return None
-            stack = [_Alternatives()]
+            stack = [Alternatives()]
             rules[text.lstrip("!?")] = stack[0]
             place = end
         elif stack and not _take(stack, kind, text, following):
@@ -75,9 +75,9 @@ def _end_of_head(tokens: list[tuple[str, str]], place: int) -> int | None:
     return None
 
 
-def _take(stack: list[_Alternatives], kind: str, text: str, following: str) -> bool:
+def _take(stack: list[Alternatives], kind: str, text: str, following: str) -> bool:
     """Take one token of a rule's body. False if it is not understood."""
-    if kind in ("special", "other"):
+    if kind in ("special", "other") or text == ":":
         return False
     if kind in ("ending", "newline"):
         return True
@@ -89,7 +89,7 @@ def _take(stack: list[_Alternatives], kind: str, text: str, following: str) -> b
     elif text in "([":
         if len(stack) == _DEEPEST_GROUP:
             return False
-        group = _Alternatives()
+        group = Alternatives()
         sequence.append(group)
         stack.append(group)
     elif text in ")]":
@@ -105,9 +105,9 @@ def _take(stack: list[_Alternatives], kind: str, text: str, following: str) -> b
     return True
 
 
-def _ending(rules: dict[str, _Alternatives]) -> set[str]:
+def ending(rules: dict[str, Alternatives]) -> set[str]:
     """Names that can end. An unknown name is taken for one that can: the compiler says what is wrong with it."""
-    ending: set[str] = set()
+    found: set[str] = set()
     users: dict[str, set[str]] = {name: set() for name in rules}
     for name, body in rules.items():
         for used in _names(body):
@@ -117,13 +117,13 @@ def _ending(rules: dict[str, _Alternatives]) -> set[str]:
     while queue:
         name = next(iter(queue))
         del queue[name]
-        if name not in ending and _can_end(rules[name], ending, rules):
-            ending.add(name)
-            queue.update(dict.fromkeys(users[name] - ending))
-    return ending
+        if name not in found and _can_end(rules[name], found, rules):
+            found.add(name)
+            queue.update(dict.fromkeys(users[name] - found))
+    return found
 
 
-def _names(body: _Alternatives) -> set[str]:
+def _names(body: Alternatives) -> set[str]:
     found: set[str] = set()
     bodies = [body]
     while bodies:
@@ -136,7 +136,7 @@ def _names(body: _Alternatives) -> set[str]:
     return found
 
 
-def _can_end(body: _Alternatives, ending: set[str], rules: dict[str, _Alternatives]) -> bool:
+def _can_end(body: Alternatives, ending: set[str], rules: dict[str, Alternatives]) -> bool:
     return any(
         all(
             item in ending or item not in rules if isinstance(item, str) else _can_end(item, ending, rules)

@@ -11,9 +11,10 @@ import logging
 from dataclasses import dataclass
 
 from stageline.errors import InternalError
-from stageline.grammar.mask_pool import Guide, MaskPool
+from stageline.grammar.mask_pool import Guide, MaskPool, exceeded
 from stageline.grammar.step import Step
 from stageline.pipeline.microbatch import Microbatch, TokenMasks
+from stageline.request import RequestFailure
 from stageline.scheduler.scheduled_request import ScheduledRequest
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Guides:
         self._of_request: dict[ScheduledRequest, _Guided] = {}
         self._of_guide: dict[Guide, _Guided] = {}
         self._outgoing: list[tuple[tuple[int, int, int], bytes]] = []
-        self._failed: list[ScheduledRequest] = []
+        self._failed: list[tuple[ScheduledRequest, RequestFailure]] = []
         self._num_waiting = 0
         self.num_missed_masks = 0
 
@@ -90,6 +91,16 @@ class Guides:
             self._pool.compute(guide)
         return step
 
+    def failure(self, request: ScheduledRequest) -> RequestFailure:
+        """Why it cannot go on, after a token that `take` said FAILED of."""
+        return self._told(self._of_request[request])
+
+    def _told(self, guided: _Guided) -> RequestFailure:
+        """As its reader shall hear it; also logged."""
+        failure = guided.guide.failure or exceeded(guided.guide.spec, guided.request.num_output_tokens)
+        logger.warning("request %s failed: %s", guided.request.asked.request_id, failure.message)
+        return failure
+
     def missed(self, request: ScheduledRequest) -> bool:
         """A row of it came back without a token. True if its mask is known by now; else it waits for it."""
         guided = self._of_request.get(request)
@@ -124,9 +135,8 @@ class Guides:
             guided = self._of_guide.get(guide)
             if guided is None:
                 continue
-            if guide.failure is not None:
-                logger.warning("request %s: %s", guided.request.asked.request_id, guide.failure)
-                self._failed.append(guided.request)
+            if guide.failure is not None or guide.is_exceeded:
+                self._failed.append((guided.request, self._told(guided)))
             elif guide.mask is None:
                 continue  # it was handed in again before it was looked at here
             elif guided.row is not None:
@@ -143,10 +153,10 @@ class Guides:
         if self._pool is not None:
             self._pool.close()
 
-    def take_failed(self) -> list[ScheduledRequest]:
-        """Requests for which no mask will come."""
+    def take_failed(self) -> list[tuple[ScheduledRequest, RequestFailure]]:
+        """Requests for which no mask will come, and why."""
         failed, self._failed = self._failed, []
-        return [request for request in failed if request in self._of_request]
+        return [(request, failure) for request, failure in failed if request in self._of_request]
 
     def take_outgoing(self) -> list[TokenMasks]:
         """Masks to be sent to the last stage, one message per microbatch."""

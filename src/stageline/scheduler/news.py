@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stageline.outputs import FinishReason
-from stageline.request import RequestUpdate
+from stageline.request import RequestFailure, RequestUpdate
 from stageline.sampling import TokenLogprobs
 from stageline.scheduler.scheduled_request import ScheduledRequest
 
@@ -21,6 +21,7 @@ class News:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     is_last_token_text: bool = False
+    failure: RequestFailure | None = None
 
     def update(self, now_s: float) -> RequestUpdate:
         """As it is sent to whoever asked. Args: now_s: when the result came."""
@@ -39,4 +40,5 @@ class News:
             num_cached_tokens=request.num_cached_tokens,
             num_preemptions=request.num_preemptions,
             is_last_token_text=self.is_last_token_text,
+            failure=self.failure,
         )

@@ -16,7 +16,7 @@ from stageline.grammar.step import Step
 from stageline.kv.kv_cache_manager import BlockTable, KVCacheManager
 from stageline.outputs import FinishReason
 from stageline.pipeline.microbatch import NO_TOKEN, Microbatch, MicrobatchResult, TokenMasks
-from stageline.request import EngineRequest, RequestUpdate
+from stageline.request import EngineRequest, RequestFailure, RequestUpdate
 from stageline.sampling import TokenLogprobs
 from stageline.scheduler.budget import (
     MIN_CHUNK_TOKENS,
@@ -183,11 +183,13 @@ class Scheduler:
             return None
         return self._end_early(request, "abort", now_s)
 
-    def _end_early(self, request: ScheduledRequest, reason: FinishReason, now_s: float) -> RequestUpdate:
+    def _end_early(
+        self, request: ScheduledRequest, reason: FinishReason, now_s: float, failure: RequestFailure | None = None
+    ) -> RequestUpdate:
         if request in self._waiting:
             self._waiting.remove(request)
         self._retire(request)
-        return News(request, finish_reason=reason).update(now_s)
+        return News(request, finish_reason=reason, failure=failure).update(now_s)
 
     def close(self) -> None:
         """Stop computing masks."""
@@ -451,7 +453,11 @@ class Scheduler:
         cause = request.stop_cause(token_id)
         if cause is None or cause[0] == "length":
             step = self._guides.take(request, token_id)
-            if step is not Step.GOES_ON:
+            if step is Step.FAILED:
+                # Whoever wanted no more tokens than these has them all.
+                if cause is None:
+                    cause, news.failure = ("error", None), self._guides.failure(request)
+            elif step is not Step.GOES_ON:
                 cause, news.is_last_token_text = ("stop", None), step is Step.COMPLETE
         if cause is not None:
             news.finish_reason, news.stop_reason = cause
@@ -466,9 +472,7 @@ class Scheduler:
         for request in self._guides.collect():
             self._schedule_again(request)
         ends = [
-            # A grammar that cannot go on ends the answer; one that could not even begin was never an answer.
-            self._end_early(request, "stop" if request.num_output_tokens else "abort", now_s)
-            for request in self._guides.take_failed()
+            self._end_early(request, "error", now_s, failure) for request, failure in self._guides.take_failed()
         ]
         return self._guides.take_outgoing(), ends
 

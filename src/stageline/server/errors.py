@@ -18,7 +18,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from stageline.errors import EngineLost, NotReady, QueueFull, RequestError, WorkerLost
+from stageline.errors import (
+    EngineLost,
+    EngineSilent,
+    NotReady,
+    QueueFull,
+    RequestError,
+    RequestOverdue,
+    WorkerLost,
+)
 from stageline.server.protocol import ErrorBody, ErrorDetail
 
 logger = logging.getLogger(__name__)
@@ -87,7 +95,10 @@ def api_error_of(error: Exception, fields: FieldNames | None = None) -> ApiError
         return error
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if "prompt and output together" in str(error) else None
-        return bad_request(str(error), (fields or FieldNames()).of(error.field), code)
+        name = (fields or FieldNames()).of(error.field)
+        # Names with a dot stand for nothing else in a message; "prompt" is also a word.
+        message = str(error).replace(error.field, name) if "." in error.field else str(error)
+        return bad_request(message, name, code)
     if isinstance(error, RecursionError):
         return bad_request("the request is nested too deeply", None)
     if isinstance(error, QueueFull | NotReady):
@@ -95,6 +106,11 @@ def api_error_of(error: Exception, fields: FieldNames | None = None) -> ApiError
         retry = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
         code = "queue_full" if is_queue else "not_ready"
         return ApiError(429 if is_queue else 503, str(error), code=code, headers=retry)
+    if isinstance(error, EngineSilent):
+        retry = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+        return ApiError(503, str(error), code="engine_silent", headers=retry)
+    if isinstance(error, RequestOverdue):
+        return ApiError(504, f"{error} (--request-timeout-s)", code="timeout")
     if isinstance(error, WorkerLost):
         return ApiError(500, f"stage {error.stage_index} of the pipeline was lost; the server is stopping", code="lost")
     if isinstance(error, EngineLost):

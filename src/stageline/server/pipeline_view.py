@@ -227,8 +227,8 @@ def pipeline_view(model: str, stats: EngineStats, diagnosis: Diagnosis) -> Pipel
         ),
         requests=RequestTotals(
             num_added=requests.num_added,
-            num_finished=sum(number for reason, number in requests.num_finished.items() if reason != "abort"),
-            num_aborted=requests.num_finished["abort"],
+            num_finished=requests.num_finished["stop"] + requests.num_finished["length"],
+            num_aborted=requests.num_finished["abort"] + requests.num_finished["error"],
             num_refused=requests.num_refused,
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=requests.num_prompt_tokens,
