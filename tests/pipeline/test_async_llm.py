@@ -15,6 +15,7 @@ from stageline.config.engine_config import EngineConfig
 from stageline.errors import EngineLost, QueueFull, RequestError
 from stageline.outputs import OutputKind, RequestOutput
 from tests.pipeline.failing import SETTINGS
+from tests.pipeline.test_structured import TOO_MUCH_LATER
 from tests.tiny_models import TinyModel
 
 PROMPTS = ["hello", "the sea", "a", "Zürich 日本"]
@@ -119,6 +120,26 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(llm: AsyncLLM, referen
 
     found = run(ask()).outputs[0]
     assert (found.text, found.finish_reason, found.stop_reason) == (expected.outputs[0].text, "stop", stop)
+
+
+def test_a_grammar_that_exceeds_its_limits_fails_its_stream_alone(llm: AsyncLLM, reference: LLM, run: Run[Any]) -> None:
+    [expected] = reference.generate(PROMPTS[0], greedy(60), use_tqdm=False)
+
+    async def ask() -> None:
+        before = (await llm.stats()).requests.num_finished
+        other = asyncio.ensure_future(joined(llm.generate(PROMPTS[0], greedy(60))))
+        for kind in OutputKind:
+            with pytest.raises(RequestError, match=r"structured_outputs.json exceeded") as caught:
+                params = greedy(200, structured_outputs=TOO_MUCH_LATER, n=2)
+                async for output in llm.generate(PROMPTS[1], params, output_kind=kind):
+                    assert all(completion.finish_reason is None for completion in output.outputs)
+            assert caught.value.field == "structured_outputs.json"
+        assert (await other).outputs[0].token_ids == expected.outputs[0].token_ids
+        await expect_nothing_left(llm)
+        after = (await llm.stats()).requests.num_finished
+        assert after["stop"] == before["stop"] and after["error"] >= before["error"] + len(OutputKind)
+
+    run(ask())
 
 
 def test_a_long_prompt_is_prepared_in_a_thread_and_gives_the_same_tokens(

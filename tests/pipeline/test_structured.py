@@ -33,6 +33,19 @@ PHONE = StructuredOutputs(regex="[0-9]{3}-[0-9]{4}")
 CHOICE = StructuredOutputs(choice=["yes", "no", "perhaps"])
 SUM = StructuredOutputs(grammar='start: NUM ("+" NUM)+ "="\nNUM: /[0-9]{1,2}/')
 
+# No first token can tell that this is too much.
+TOO_MUCH_LATER = StructuredOutputs(
+    json={
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["a", "b"]},
+            "inner": {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(600)}},
+        },
+        "required": ["kind", "inner"],
+    },
+    disable_any_whitespace=True,
+)
+
 
 def greedy(structure: StructuredOutputs | None, max_tokens: int = 100, **fields: object) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, structured_outputs=structure, **fields)
@@ -158,6 +171,24 @@ def test_what_cannot_be_compiled_is_refused_before_anything_is_generated(llm: LL
     assert caught.value.field == "structured_outputs.json"
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_grammar_that_exceeds_its_limits_within_an_answer_fails_its_request_alone(llm: LLM, n: int) -> None:
+    alone = generate(llm, ["y"], [greedy(None, 40, ignore_eos=True)])
+    with llm.stream("y", greedy(None, 40, ignore_eos=True)) as other:
+        with pytest.raises(RequestError, match=r"exceeded the limits of a grammar after \d+ token") as caught:
+            generate(llm, ["x"], [greedy(TOO_MUCH_LATER, n=n)])
+        assert caught.value.field == "structured_outputs.json"
+        with pytest.raises(RequestError, match=r"^prompt 2 of 2: structured_outputs.json exceeded"):
+            generate(llm, ["x", "x"], [greedy(None, 400, ignore_eos=True), greedy(TOO_MUCH_LATER, n=n)])
+        with pytest.raises(RequestError), llm.stream("x", greedy(TOO_MUCH_LATER, n=n)) as failing:
+            for output in failing:
+                assert all(completion.finish_reason is None for completion in output.outputs)
+        [*_, last] = other
+    assert tokens([last]) == tokens(alone)
+    assert not llm._frontend._outputs.has_unfinished and not llm._frontend._failures
+    check(PHONE, generate(llm, ["x"], [greedy(PHONE)])[0].outputs[0].text)
+
+
 def test_a_stream_gives_a_structured_answer_in_pieces(llm: LLM) -> None:
     texts = [output.outputs[0].text for output in llm.stream("x", greedy(PHONE))]
     assert len(texts) == 8 and re.fullmatch(r"\d{3}-\d{4}", texts[-1])
@@ -176,4 +207,4 @@ def test_a_grammar_that_an_engine_cannot_compile_ends_its_request_alone(llm: LLM
     ends = {}
     while core.has_work:
         ends |= {update.request_id: update.finish_reason for update in core.step() if update.finish_reason}
-    assert ends == {"good": "stop", "bad": "abort"}
+    assert ends == {"good": "stop", "bad": "error"}

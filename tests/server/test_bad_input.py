@@ -11,11 +11,24 @@ import httpx
 import openai
 import pytest
 
-from tests.server.conftest import KEY, MAX_BODY_BYTES, MAX_MODEL_LEN, MODEL
+from tests.server.conftest import KEY, MAX_BODY_BYTES, MAX_MODEL_LEN, MODEL, events
 from tests.server.served import DEADLINE_S, Served
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+
+def optional_properties(number: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{index}": {"type": "integer"} for index in range(number)}}
+
+
+def json_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+
+
+# No first token can tell that this is too much.
+TOO_MUCH_LATER = {"type": "object", "properties": {"inner": optional_properties(600)}, "required": ["inner"]}
 
 # fields of a chat request, the field that the error names
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
@@ -75,6 +88,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
     ({"guided_choice": []}, "guided_choice"),
+    ({"guided_regex": "(a?){200}a{200}"}, "guided_regex"),
+    ({"structured_outputs": {"regex": "(a{1000}){1000}"}}, "structured_outputs.regex"),
+    ({"response_format": json_format(optional_properties(1000))}, "response_format.json_schema.schema"),
+    ({"response_format": json_format({"type": "objekt"})}, "response_format.json_schema.schema"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
     ({"tool_choice": "required"}, "tool_choice"),
 ]
@@ -164,6 +181,36 @@ def test_a_body_that_is_no_request_is_refused(http: httpx.Client, body: bytes) -
     headers = {"Content-Type": "application/json"}
     answer = http.post("/v1/chat/completions", content=body, headers=headers)
     check_error(answer, 400, answer.json()["error"]["param"])
+
+
+@pytest.mark.parametrize("schema", [TOO_MUCH_LATER, {"type": "objekt"}], ids=["later", "at once"])
+def test_an_error_about_a_form_says_what_the_client_called_it(http: httpx.Client, schema: dict[str, Any]) -> None:
+    chat = {"messages": MESSAGES, "temperature": 0, "max_tokens": 200}
+    completion = {"prompt": ["a", "b"], "max_tokens": 200, "guided_json": schema}
+    form = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
+    for path, fields, param in (
+        ("chat/completions", {**chat, "response_format": json_format(schema)}, "response_format.json_schema.schema"),
+        ("chat/completions", {**chat, "guided_json": schema}, "guided_json"),
+        ("completions", completion, "guided_json"),
+        ("responses", {"input": "Hello", "text": form}, "text.format.schema"),
+    ):
+        message = check_error(http.post(f"/v1/{path}", json={"model": MODEL, **fields}), 400, param)
+        assert message.startswith(param) and "structured_outputs" not in message
+        assert ("exceeded the limits of a grammar after" in message) == (schema is TOO_MUCH_LATER)
+
+
+def test_a_grammar_that_exceeds_its_limits_in_a_stream_ends_it_with_an_error(http: httpx.Client) -> None:
+    chat = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "stream": True}
+    fields = {**chat, "response_format": json_format(TOO_MUCH_LATER)}
+    *chunks, last = events(http.post("/v1/chat/completions", json=fields).text)
+    assert chunks and all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
+    assert last["error"]["param"] == "response_format.json_schema.schema"
+    assert last["error"]["message"].startswith("response_format.json_schema.schema exceeded the limits of a grammar")
+    form = {"format": {"type": "json_schema", "name": "a", "schema": TOO_MUCH_LATER}}
+    answer = http.post("/v1/responses", json={"model": MODEL, "input": "Hello", "stream": True, "text": form}).text
+    kinds = [line.removeprefix("event: ") for line in answer.splitlines() if line.startswith("event: ")]
+    assert kinds[-2:] == ["error", "response.failed"] and "response.completed" not in kinds
+    assert "text.format.schema exceeded the limits of a grammar" in answer
 
 
 def test_a_missing_field_is_named(http: httpx.Client) -> None:
