@@ -8,7 +8,9 @@
     │   ├── QueueFull          too many requests are waiting (HTTP 429)
     │   └── NotReady           the model is loading, or the engine takes no more requests (HTTP 503)
     ├── WorkerLost         a stage died, froze or raised; names the stage, carries its traceback
+    ├── RequestOverdue     a request's time is over, and the engine did not end it (HTTP 504)
     ├── EngineLost         the engine's process is gone; says how it ended
+    │   └── EngineSilent       it is there, but shows no sign of life or no progress; it may go on later (HTTP 503)
     ├── FrameError         a peer's message is not what was promised; it was refused unread
     └── InternalError      ours: a bug of Stageline
 
@@ -84,6 +86,22 @@ class WorkerLost(StagelineError):
 
 class EngineLost(StagelineError):
     """The engine's process is gone, or was closed, with everything that it was doing."""
+
+
+class EngineSilent(EngineLost):
+    """The engine's process is there, but says nothing, or completes nothing. What was open was given up.
+
+    Args:
+        retry_after_s: when asking again may be worthwhile, in seconds.
+    """
+
+    def __init__(self, message: str, retry_after_s: float = 5.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestOverdue(StagelineError):
+    """A request's time is over, and the engine, which should have ended it, did not."""
 
 
 class FrameError(StagelineError):

@@ -137,6 +137,21 @@ class Served:
         connection.close()
         return answer.status, json.loads(body) if body.startswith(b"{") else None
 
+    def post(self, max_tokens: int) -> tuple[int, http.client.HTTPMessage, Any]:
+        """A whole completion. Returns: status, headers and JSON body."""
+        connection = self.begin_post(max_tokens)
+        answer = connection.getresponse()
+        text = answer.read()
+        connection.close()
+        return answer.status, answer.headers, json.loads(text)
+
+    def begin_post(self, max_tokens: int) -> http.client.HTTPConnection:
+        """Send the request for a whole completion."""
+        body = {"model": self.model, "prompt": [1, 2, 3], "max_tokens": max_tokens, "ignore_eos": True}
+        connection = self.connect()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        return connection
+
     def stream(self, max_tokens: int) -> http.client.HTTPResponse:
         """A streamed completion that has begun: its first event was read."""
         body = {"model": self.model, "prompt": [1, 2, 3], "max_tokens": max_tokens, "stream": True, "ignore_eos": True,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from stageline.server import listener
 from stageline.server.http_protocol import BoundedProtocol, ConnectionLimits, make_uvicorn_config
 from stageline.server.listener import Listener
 
@@ -287,5 +288,100 @@ def test_what_takes_longer_than_the_drain_is_cut_off_and_counted() -> None:
                 assert b"last" not in await reader.read()
             writer.close()
             server.app.may_end.set()
+
+    run(test)
+
+
+UPGRADES = {
+    "h2c": b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n",
+    "websocket": b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
+}
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES.values(), ids=UPGRADES.keys())
+def test_another_protocol_is_not_taken_up_and_the_body_stays_a_body(upgrade: bytes) -> None:
+    async def test() -> None:
+        smuggled = b"GET /early HTTP/1.1\r\nhost: x\r\n\r\n"
+        request = post(b"body:" + smuggled, headers=upgrade)
+        async with serving() as server:
+            reader, writer = await server.connect()
+            # In one piece, cut after the head, and twice in a row.
+            writer.write(request)
+            assert (await reader.readuntil(b"0\r\n\r\n")).count(b"body:" + smuggled) == 1
+            head, body = request[: -len(smuggled) - 5], request[-len(smuggled) - 5 :]
+            writer.write(head)
+            await asyncio.sleep(0)
+            writer.write(body + request + post(b"last", headers=b"connection: close\r\n"))
+            answer = await reader.read()
+            assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b"HTTP/1.1") - 2 == 3
+            assert answer.count(b"body:" + smuggled) == 2 and b"enough" not in answer and b"last" in answer
+            writer.close()
+
+    run(test)
+
+
+FRAMINGS = {
+    "no host": (b"GET / HTTP/1.1\r\n\r\n", 400),
+    "two hosts": (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400),
+    "another coding": (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
+    "chunks in 1.0": (b"POST / HTTP/1.0\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    "a tunnel": (b"CONNECT a:80 HTTP/1.1\r\nhost: a:80\r\n\r\n", 405),
+}
+
+
+@pytest.mark.parametrize(("request_", "status"), FRAMINGS.values(), ids=FRAMINGS.keys())
+def test_what_a_proxy_could_understand_otherwise_is_refused(request_: bytes, status: int) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            assert _error_of(await server.ask(request_))[0] == status
+
+    run(test)
+
+
+def test_a_stream_for_http_1_0_ends_with_its_connection_and_has_no_chunks() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            server.app.may_end.set()
+            answer = await server.ask(b"GET /stream HTTP/1.0\r\n\r\n")
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert b"transfer-encoding" not in head and b"connection: close" in head
+            assert body == b"firstlast"
+
+    run(test)
+
+
+def test_what_is_wrong_after_a_request_does_not_take_its_answer() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            answer = await server.ask(post(b"valid") + b"\x16\x03\x01 hello\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200") and b"valid" in answer
+            reader, writer = await server.connect()
+            writer.write(post(b"", "/stream"))
+            await reader.readuntil(b"first")
+            writer.write(b"\x16\x03\x01 hello\r\n\r\n")
+            asyncio.get_running_loop().call_later(SHORT_S, server.app.may_end.set)
+            assert (await reader.read()).endswith(b"last\r\n0\r\n\r\n")
+            writer.close()
+
+    run(test)
+
+
+def test_half_requests_give_way_when_all_places_are_taken_and_answers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_FRESH_S", 0.05)
+
+    async def test() -> None:
+        async with serving(max_connections=4) as server:
+            reader, writer = await server.connect()
+            writer.write(post(b"", "/stream"))
+            await reader.readuntil(b"first")
+            halves = [await server.connect() for _ in range(20)]
+            for _, half in halves:
+                half.write(b"GET /health HTTP/1.1\r\nhost:")
+            assert b"through" in await server.ask(post(b"through", headers=b"connection: close\r\n"))
+            server.app.may_end.set()
+            assert b"last" in await reader.readuntil(b"0\r\n\r\n")
+            assert b"503" in await halves[0][0].readline()
+            for _, half in [*halves, (reader, writer)]:
+                half.close()
 
     run(test)

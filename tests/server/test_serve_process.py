@@ -20,7 +20,7 @@ import pytest
 import trustme
 
 from tests.pipeline.failing import stop
-from tests.server.served import DEADLINE_S, Served, serving
+from tests.server.served import DEADLINE_S, Served, serving, wait_until
 from tests.tiny_models import TinyModel
 
 pytestmark = pytest.mark.timeout(240)
@@ -103,8 +103,17 @@ def test_a_second_signal_stops_at_once(two_stages: Served) -> None:
     assert server.process.poll() is None
     server.process.send_signal(signal.SIGTERM)
     assert server.finish() == 0
-    assert not _rest_of(stream)[1]
+    _check_broken_off(stream)
+    assert "1 requests were cut off" in server.lines[-1]
+    assert "Traceback" not in server.log
     assert server.leftovers() == []
+
+
+def _check_broken_off(stream: http.client.HTTPResponse) -> None:
+    """It ended as a whole answer does, with an error as its last event."""
+    events = stream.read().decode().strip().split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "not_ready"
 
 
 def test_what_takes_longer_than_the_drain_is_cut_off(model: str) -> None:
@@ -112,10 +121,15 @@ def test_what_takes_longer_than_the_drain_is_cut_off(model: str) -> None:
         server.wait_until_ready()
         stream = server.stream(MANY_TOKENS)
         stop(server.pids["stage"][0])
+        whole = server.begin_post(8)
+        assert server.get("/health")[0] == 200  # connections are taken in their order
         server.process.send_signal(signal.SIGTERM)
         assert server.finish() == 0
-        assert not _rest_of(stream)[1]
-        assert "1 requests were cut off" in server.lines[-1]
+        _check_broken_off(stream)
+        assert whole.getresponse().status == 503
+        whole.close()
+        assert "Traceback" not in server.log
+        assert "2 requests were cut off" in server.lines[-1]
         assert server.leftovers() == []
 
 
@@ -161,6 +175,41 @@ def test_everything_leaves_with_a_killed_supervisor(two_stages: Served) -> None:
     assert server.finish() == -signal.SIGKILL
     assert not _rest_of(stream)[1]
     assert server.leftovers() == []
+
+
+def test_an_engine_that_stands_still_keeps_nobody_waiting_and_may_go_on_later(model: str) -> None:
+    with (
+        serving(model, "-pp", "2", "--heartbeat-timeout-s", "1") as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        server.wait_until_ready()
+        stream = server.stream(MANY_TOKENS)
+        [engine] = server.pids["engine"]
+        stop(engine)
+        whole = pool.submit(server.post, 8)
+        *_, error, done = stream.read().decode().strip().split("\n\n")
+        assert done == "data: [DONE]"
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "engine_silent"
+        status, headers, body = whole.result()
+        assert (status, body["error"]["code"]) == (503, "engine_silent")
+        status, headers, body = server.post(8)
+        assert status == 503 and int(headers["Retry-After"]) >= 1
+        assert "no sign of life" in body["error"]["message"] and "stopped" not in body["error"]["message"]
+        assert server.get("/load")[1]["is_ready"] is False
+        os.kill(engine, signal.SIGCONT)
+        wait_until(lambda: server.get("/health")[0] == 200)
+        assert server.post(8)[0] == 200
+        assert "Traceback" not in server.log
+
+
+def test_the_time_of_a_request_is_over_also_when_the_engine_does_not_say_so(model: str) -> None:
+    with serving(model, "--request-timeout-s", "1", "--heartbeat-timeout-s", "60") as server:
+        server.wait_until_ready()
+        stop(server.pids["engine"][0])
+        status, _, body = server.post(8)
+        assert (status, body["error"]["code"]) == (504, "timeout")
+        os.kill(server.pids["engine"][0], signal.SIGCONT)
+        assert server.post(8)[0] == 200
 
 
 def test_several_api_processes_answer_on_one_port_and_end_together(model: str) -> None:

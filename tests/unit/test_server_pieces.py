@@ -16,7 +16,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from stageline.checkpoint.token_pieces import piece_bytes
-from stageline.errors import EngineLost, NotReady, QueueFull, RequestError, WorkerLost
+from stageline.errors import (
+    EngineLost,
+    EngineSilent,
+    NotReady,
+    QueueFull,
+    RequestError,
+    RequestOverdue,
+    WorkerLost,
+)
 from stageline.outputs import Logprob
 from stageline.server.auth import RequireKey
 from stageline.server.errors import FieldNames, api_error_of, api_error_of_decoding, error_event
@@ -61,6 +69,8 @@ def test_impossible_tokens_have_a_logprob_that_json_can_hold() -> None:
         (NotReady("loading", retry_after_s=2.5), 503, True),
         (WorkerLost(1, "killed", "Traceback: secrets"), 500, False),
         (EngineLost("gone"), 500, False),
+        (EngineSilent("silent"), 503, True),
+        (RequestOverdue("late"), 504, False),
         (ValueError("secrets of the server"), 500, False),
         (RecursionError(), 400, False),
     ],

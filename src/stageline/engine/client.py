@@ -185,6 +185,11 @@ class EngineClient:
         else:
             future.set_result(answer)
 
+    def fail_questions(self, error: StagelineError, keys: Sequence[str] | None = None) -> None:
+        """Give up waiting for answers: to these requests, or to all that was asked."""
+        for key in list(self._answers) if keys is None else keys:
+            self._answer(key, error)
+
     # ---- the end ----
 
     def _ended(self) -> None:

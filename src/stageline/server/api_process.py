@@ -22,7 +22,7 @@ import msgspec
 
 from stageline.engine.async_llm import AsyncLLM
 from stageline.engine.messages import ErrorReport
-from stageline.errors import StagelineError
+from stageline.errors import NotReady, StagelineError
 from stageline.links.child_process import read_message, write_message
 from stageline.log import open_standard_streams, set_up_logging
 from stageline.server.access_log import AccessLog
@@ -77,11 +77,18 @@ class _ApiProcess:
             listener = self._listen(llm)
             becoming_ready = asyncio.create_task(self._tell_when_ready(llm))
             order = await orders.get()
-            num_cut_off = await listener.drain(order.patience_s)
+            hurrying = asyncio.create_task(self._hurry(orders, listener))
+            stopping = NotReady("the server is stopping, and broke the request off", retry_after_s=5.0)
+            num_cut_off = await listener.drain(order.patience_s, lambda: llm.break_off(stopping))
+            hurrying.cancel()
             becoming_ready.cancel()
             self._tell(ApiLeft(num_cut_off))
         finally:
             await llm.close()
+
+    async def _hurry(self, orders: asyncio.Queue[DrainApi], listener: Listener) -> None:
+        await orders.get()
+        listener.hurry()
 
     def _listen(self, llm: AsyncLLM) -> Listener:
         serve = self._config.serve

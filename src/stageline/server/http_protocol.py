@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Any
 
+import httptools
 import msgspec
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from stageline.server.errors import ApiError
@@ -77,6 +78,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
+        self.waits_since_s = self.loop.time()
         self._is_in_head = True
         self._is_reading = False
         self._is_ending = False
@@ -108,7 +110,7 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self.cycle is not None and self.cycle.response_complete and not self._may_discard(len(data)):
             self.transport.close()
             return
-        super().data_received(data)
+        self._parse(data)
         # A piece may end the head and go on with the body: only what is still head counts.
         if self._is_in_head and self._num_head_bytes > self._limits.max_header_bytes and self._refusal is None:
             self._refuse(self._head_too_long())
@@ -130,10 +132,64 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         super().shutdown()
 
+    def give_way(self, patience_s: float) -> bool:
+        """Close if for so long no whole request came; for when there are too many connections. Returns: whether."""
+        if self.transport is None or self.transport.is_closing() or not self._waits_for_client():
+            return False
+        if self.loop.time() - self.waits_since_s < patience_s:
+            return False
+        if self.scheme == "https":
+            self.transport.abort()  # its close would wait for the client
+            return True
+        if self._refusal is None:
+            error = ApiError(503, "too many connections; send requests at once, or later", headers={"Retry-After": "1"})
+            self.transport.write(_whole_answer(error, self.server_state.default_headers))
+        self.transport.close()
+        return True
+
+    def _waits_for_client(self) -> bool:
+        """Whether nothing is owed: no whole request is here that has no whole answer."""
+        if self._linger_timer is not None or self.cycle is None:
+            return True
+        if self.cycle.response_complete:
+            return self._is_reading
+        return self.cycle.more_body and not self.cycle.response_started and not self.pipeline
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether a request's head is here, and not all of its answer has left."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     # ---- the parser ----
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while not self.transport.is_closing():
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                # The parser takes all that follows for another protocol. A server may go on with HTTP (RFC 9110, 7.8):
+                # the head is read again as if nothing else had been offered.
+                if self.parser.get_method() == b"CONNECT":
+                    self._refuse(ApiError(405, "this server is no proxy: CONNECT is not answered"))
+                    return
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s\r\n" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"".join([*lines, b"\r\n"])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.waits_since_s = self.loop.time()
         self._is_in_head = True
         self._is_reading = True
         self._start_read_timer()
@@ -147,14 +203,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._check_head(len(name) + len(value) + len(b": \r\n"))
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # it comes again, without
+        self._check_framing()
         self._is_in_head = False
         self._num_discarded_bytes = 0
         super().on_headers_complete()
         self.cycle.transport = _AnswerTransport(self.transport, self._close_after_answer)  # type: ignore[assignment]
+        if self.scope["http_version"] == "1.0":
+            _end_by_closing(self.cycle)
         if self._is_ending:
             self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._is_in_head, self._num_head_bytes = True, 0
         self._is_reading = False
@@ -173,6 +236,22 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refusal = self._head_too_long()
         elif len(self.headers) > MAX_HEADERS:
             self._refusal = ApiError(431, f"the request has more than {MAX_HEADERS} headers; send at most as many")
+        if self._refusal is not None:
+            raise ValueError("the head is refused")  # ends the parsing
+
+    def _check_framing(self) -> None:
+        """What a proxy in front could understand otherwise than this server."""
+        is_1_0 = self.parser.get_http_version() == "1.0"
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if num_hosts > 1 or (num_hosts == 0 and not is_1_0):
+            words = f"the request has {num_hosts} Host headers; send one"
+            self._refusal = ApiError(400, words, code="invalid_http")
+        elif codings and is_1_0:
+            self._refusal = ApiError(400, "HTTP/1.0 has no Transfer-Encoding; send Content-Length", code="invalid_http")
+        elif codings not in ([], [b"chunked"]):
+            words = "the only Transfer-Encoding that is understood is chunked"
+            self._refusal = ApiError(501, words, code="invalid_http")
         if self._refusal is not None:
             raise ValueError("the head is refused")  # ends the parsing
 
@@ -199,6 +278,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.flow.read_paused:
             self._start_read_timer()  # it is this side that does not read
             return
+        if self._owes_an_answer():
+            self._answer_and_close()
+            return
         is_answering = self.cycle is not None and self.cycle.response_started
         if not self._is_reading and self._num_head_bytes == 0:
             self.transport.close()
@@ -215,6 +297,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refusal = error
         if self.transport.is_closing():
             return
+        if self._owes_an_answer():
+            self._answer_and_close()
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             # The application may still read or answer: it learns that the client is gone.
             self.cycle.disconnected = True
@@ -224,6 +309,16 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
         self.transport.write(_whole_answer(error, self.server_state.default_headers))
         self._linger()
+
+    def _owes_an_answer(self) -> bool:
+        """To a request that is all here: whatever is wrong is a further one."""
+        return self.is_answering and not self.cycle.more_body
+
+    def _answer_and_close(self) -> None:
+        self._refusal = self._refusal or ApiError(400, "nothing further is read")
+        self.cycle.keep_alive = False
+        if self._read_timer is not None:
+            self._read_timer.cancel()
 
     def _close_after_answer(self) -> None:
         """Closing with something unread would take the answer from a client that has yet to read it."""
@@ -247,9 +342,28 @@ class _AnswerTransport:
         self.close = close
 
 
+def _end_by_closing(cycle: RequestResponseCycle) -> None:
+    """An answer of unknown length to a client that knows no chunks ends where its connection does."""
+    send = cycle.send
+    is_of_unknown_length = False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal is_of_unknown_length
+        if message["type"] == "http.response.start":
+            is_of_unknown_length = all(name.lower() != b"content-length" for name, _ in message.get("headers", []))
+            if is_of_unknown_length:
+                cycle.chunked_encoding = False
+        elif is_of_unknown_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]
+
+
 def _whole_answer(error: ApiError, headers: list[tuple[bytes, bytes]]) -> bytes:
     body = msgspec.json.encode(ErrorBody(error.detail))
     lines = [STATUS_LINE[error.status], *(b"%s: %s\r\n" % header for header in headers)]
+    lines += [f"{name}: {value}\r\n".encode() for name, value in error.headers.items()]
     lines.append(b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
     return b"".join([*lines, body])
 

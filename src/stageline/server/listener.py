@@ -1,22 +1,34 @@
 """Takes connections from a listening socket that several processes may share.
 
 One idea: one connection per turn. A process that would take all that wait, as asyncio's own server does, would leave
-none to its idle neighbours; and one that has as many as it can hold takes no more: the rest wait in the system's queue.
+none to its idle neighbours; and one that has as many as it can hold takes no more: the rest wait in the system's queue,
+unless some of its own have sent no whole request for a while. Those give way, the oldest first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import suppress
 
 from stageline.server.http_protocol import Answering, BoundedProtocol
 
 logger = logging.getLogger(__name__)
 
 _TLS_HANDSHAKE_S = 10.0
+
+_LAST_WORDS_S = 0.7
+"""How long a broken off answer's error may take to leave, and what answers after that."""
+
+_FRESH_S = 1.0
+"""How long a connection may take for its request when others wait for its place."""
+
+_GIVING_WAY_AT_ONCE = 64
+"""Looking for the oldest takes time: one share of all connections in this many is closed at a time."""
 
 MakeProtocol = Callable[[Answering, Callable[[], None]], BoundedProtocol]
 
@@ -46,34 +58,49 @@ class Listener:
         self._is_accepting = False
         self._is_draining = False
         self._all_closed = asyncio.Event()
+        self._is_enough = asyncio.Event()
         self._handshakes: set[asyncio.Task[None]] = set()
         listening.setblocking(False)
-        self._accept_if_there_is_room()
+        self._start_accepting()
 
-    async def drain(self, patience_s: float) -> int:
+    async def drain(self, patience_s: float, break_off: Callable[[], None] | None = None) -> int:
         """Accept no more, let requests that are being answered finish, close all connections.
 
-        Returns: the number of connections that were cut off because they took longer than `patience_s`.
+        Args:
+            break_off: called after `patience_s`; it makes what is still being answered end, with an error.
+        Returns: the number of requests that were broken off because they took longer than `patience_s`.
         """
         self._is_draining = True
         self._stop_accepting()
         self._listening.close()
-        for connection in list(self._shared.connections):
+        for connection in self._connections():
             connection.shutdown()
         self._note_end_if_all_closed()
-        try:
-            await asyncio.wait_for(self._all_closed.wait(), patience_s)
-        except TimeoutError:
-            num_left = self._num_open
-            for connection in list(self._shared.connections):
-                connection.transport.abort()
-            for handshake in self._handshakes:
-                handshake.cancel()
-            return num_left
-        return 0
+        patience = self._loop.call_later(patience_s, self._is_enough.set)
+        await self._is_enough.wait()
+        patience.cancel()
+        num_broken_off = sum(connection.is_answering for connection in self._connections())
+        if num_broken_off and break_off is not None:
+            break_off()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._all_closed.wait(), _LAST_WORDS_S)
+        for connection in self._connections():
+            connection.transport.abort()
+        for handshake in self._handshakes:
+            handshake.cancel()
+        if break_off is not None and self._shared.tasks:
+            await asyncio.wait(self._shared.tasks, timeout=_LAST_WORDS_S)
+        return num_broken_off
 
-    def _accept_if_there_is_room(self) -> None:
-        if not self._is_accepting and not self._is_draining and self._num_open < self._max_connections:
+    def hurry(self) -> None:
+        """A drain's patience is over."""
+        self._is_enough.set()
+
+    def _connections(self) -> list[BoundedProtocol]:
+        return [one for one in self._shared.connections if isinstance(one, BoundedProtocol)]
+
+    def _start_accepting(self) -> None:
+        if not self._is_accepting and not self._is_draining:
             self._is_accepting = True
             self._loop.add_reader(self._listening, self._accept)
 
@@ -83,6 +110,11 @@ class Listener:
             self._loop.remove_reader(self._listening)
 
     def _accept(self) -> None:
+        if self._num_open >= self._max_connections:
+            if not self._make_room():
+                self._stop_accepting()
+                self._loop.call_later(_FRESH_S, self._start_accepting)
+            return
         try:
             connection, _ = self._listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -97,11 +129,15 @@ class Listener:
         # Finds out, in the long run, that a silent client's machine is gone.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._num_open += 1
-        if self._num_open >= self._max_connections:
-            self._stop_accepting()
         handshake = self._loop.create_task(self._connect(connection))
         self._handshakes.add(handshake)
         handshake.add_done_callback(self._handshakes.discard)
+
+    def _make_room(self) -> bool:
+        oldest_first = sorted(self._connections(), key=lambda one: one.waits_since_s)
+        most = max(1, self._max_connections // _GIVING_WAY_AT_ONCE)
+        giving_way = (connection for connection in oldest_first if connection.give_way(_FRESH_S))
+        return sum(1 for _ in itertools.islice(giving_way, most)) > 0
 
     async def _connect(self, connection: socket.socket) -> None:
         protocols: list[BoundedProtocol] = []
@@ -125,9 +161,10 @@ class Listener:
 
     def _on_lost(self) -> None:
         self._num_open -= 1
-        self._accept_if_there_is_room()
+        self._start_accepting()
         self._note_end_if_all_closed()
 
     def _note_end_if_all_closed(self) -> None:
         if self._is_draining and self._num_open == 0:
             self._all_closed.set()
+            self._is_enough.set()

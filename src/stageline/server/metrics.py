@@ -105,6 +105,7 @@ async def _stats(state: ServerState) -> EngineStats | None:
     if not state.llm.is_ready:
         return None
     try:
+        state.llm.check_health()  # of one that is silent nothing is to be waited for
         async with asyncio.timeout(_PATIENCE_S):
             return await state.llm.stats()
     except TimeoutError:

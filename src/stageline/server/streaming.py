@@ -80,6 +80,8 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _Result])
             working.cancel()
             # Its requests are aborted when this is over, and not before.
             await asyncio.wait({working})
+        if not working.cancelled():
+            working.exception()  # nobody may be left to ask for it
 
 
 async def _disconnected(receive: Receive) -> None:

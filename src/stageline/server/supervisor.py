@@ -4,8 +4,8 @@ One idea: it serves nothing itself, so it always has time. It waits in one place
 child, and whatever happens, it leaves only when all children are gone.
 
 How it ends: told to (SIGTERM, SIGINT or SIGHUP), it lets what is being answered finish, and a second SIGTERM or SIGINT
-ends that; either way nothing went wrong. If a child ends unasked, open requests are answered with an error, everything
-is stopped, and the error is raised.
+ends that: what is left is answered with an error. A third waits for nothing. Either way nothing went wrong. If a child
+ends unasked, open requests are answered with an error, everything is stopped, and the error is raised.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class Supervisor:
         self._apis: dict[int, ChildProcess] = {}
         self._num_ready = 0
         self._num_cut_off = 0
+        self._is_hurrying = False
 
     def run(self) -> None:
         """Serve until told to stop. Raises: what a child failed with."""
@@ -137,9 +138,14 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         name = signal.Signals(number).name
         if self._phase in (_Phase.DRAINING, _Phase.BREAKING):
-            if number != signal.SIGHUP:
-                logger.info("a second %s: stopping at once", name)
+            if number == signal.SIGHUP:
+                return
+            if self._is_hurrying:
                 self._finish()
+                return
+            self._is_hurrying = True
+            logger.info("a second %s: what is being answered is broken off", name)
+            self._drain_apis(0.0)
             return
         notify("STOPPING=1")
         if self._phase is _Phase.LOADING:
