@@ -206,6 +206,15 @@ def test_a_bad_word_is_bad_at_the_start_of_a_text_and_after_a_space(
     assert processor.process("R", [1], SamplingParams(bad_words=[word]), 0.0)[0].sampler.bad_words == expected
 
 
+@pytest.mark.parametrize("number", [10**6, 2**64, 10**100])
+def test_numbers_beyond_the_model_s_own_reach_the_sampler_as_the_model_s(number: int) -> None:
+    params = SamplingParams(top_k=number, min_tokens=number, max_tokens=number)
+    (request,) = _processor().process("R", "hi", params, 0.0)
+    assert (request.sampler.top_k, request.sampler.min_tokens) == (VOCAB_SIZE, MAX_MODEL_LEN)
+    assert request.max_tokens == MAX_MODEL_LEN - len(request.prompt_token_ids)
+    msgspec.msgpack.encode(request)
+
+
 def test_a_request_without_parameters_gets_the_checkpoint_s_recommendation() -> None:
     processor = _processor(temperature=0.6, top_k=40, max_new_tokens=7)
     assert processor.default_params() == SamplingParams(temperature=0.6, top_k=40, max_tokens=7)

@@ -176,11 +176,12 @@ class InputProcessor:
 
     def _sampler(self, params: SamplingParams, end_token_ids: tuple[int, ...]) -> SamplerSpec:
         """The part the last stage needs, for the first completion; a missing seed is 0."""
-        min_tokens = params.min_tokens if end_token_ids else 0
+        # Beyond the model's length and vocabulary they say nothing more, and a message's numbers have 64 bits.
+        min_tokens = min(params.min_tokens, self._max_model_len) if end_token_ids else 0
         return SamplerSpec(
             seed=params.seed or 0,
             temperature=0.0 if params.temperature < GREEDY_BELOW_TEMPERATURE else params.temperature,
-            top_k=max(params.top_k, 0),
+            top_k=min(max(params.top_k, 0), self._spec.vocab_size),
             top_p=params.top_p,
             min_p=params.min_p,
             repetition_penalty=params.repetition_penalty,
