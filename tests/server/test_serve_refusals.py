@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import trustme
+import zmq
 
 from stageline.cli.main import main
 from stageline.config.serve_config import ServeConfig
 from stageline.errors import ConfigError
+from stageline.links.sockets import Links
+from stageline.server import preflight
 from stageline.server.listening_socket import bind, url_of
-from stageline.server.preflight import make_ssl_context, with_all_api_keys
+from stageline.server.preflight import check_open_files, make_ssl_context, with_all_api_keys
 from tests.pipeline.failing import worker_pids
 
 
@@ -157,3 +160,24 @@ def test_a_key_file_that_others_can_read_is_warned_of(
 
 def test_keys_are_not_shown_where_a_configuration_is() -> None:
     assert "sesame" not in repr(ServeConfig(api_key=("sesame",)))
+
+
+def test_too_few_open_files_are_refused_with_how_many_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(40, 40)]
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(preflight.resource, "setrlimit", lambda _, wanted: limits.append(wanted))
+    with pytest.raises(ConfigError, match=r"40 open files.*ulimit -n 64"):
+        check_open_files(2)
+    limits.append((40, 4096))
+    check_open_files(2)
+    assert limits[-1] == (64, 4096)
+
+
+def test_a_socket_that_cannot_be_made_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    links = Links()
+    try:
+        with pytest.raises(ConfigError, match="TMPDIR") as caught:
+            links.receiver(f"ipc://{tmp_path}/nowhere/socket")
+        assert zmq.strerror(2) in str(caught.value)
+    finally:
+        links.close()

@@ -30,10 +30,19 @@ class Links:
         return socket
 
     def receiver(self, address: str, max_message_bytes: int = MAX_CONTROL_BYTES) -> zmq.Socket[bytes]:
-        """Binds an address that senders connect to; a sender of a larger message is cut off."""
+        """Binds an address that senders connect to; a sender of a larger message is cut off.
+
+        Raises: ConfigError if there can be no such socket, as on a disk that is full.
+        """
         socket = self._new_socket(zmq.PULL)
         socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
-        socket.bind(address)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"a socket cannot be made at {address}: {zmq.strerror(error.errno)}; if that is a folder for temporary files, set "
+                "TMPDIR to one with space, in which files can be made"
+            ) from None
         return socket
 
     def _new_socket(self, kind: int) -> zmq.Socket[bytes]:

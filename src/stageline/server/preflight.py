@@ -1,9 +1,13 @@
-"""What can be known to be wrong before a process starts: keys and certificates. One line each, with the way out."""
+"""What can be known to be wrong before a process starts: keys, certificates, open files.
+
+One line each, with the way out.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import resource
 import ssl
 import stat
 from pathlib import Path
@@ -13,6 +17,22 @@ from stageline.config.serve_config import ServeConfig
 from stageline.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_FEWEST_FILES = 48
+_FEWEST_FILES_PER_STAGE = 8
+
+
+def check_open_files(num_stages: int) -> None:
+    """Let this process and its children have open files enough for a few connections; more are asked for later.
+
+    Raises: ConfigError if the system does not allow it.
+    """
+    fewest = _FEWEST_FILES + _FEWEST_FILES_PER_STAGE * num_stages
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < fewest:
+        raise ConfigError(f"a process may have {most} open files, and this server needs {fewest}; ulimit -n {fewest}")
+    if allowed != resource.RLIM_INFINITY and allowed < fewest:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (fewest, most))
 
 
 def with_all_api_keys(config: ServeConfig) -> ServeConfig:

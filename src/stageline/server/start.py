@@ -14,7 +14,7 @@ from stageline.config.serve_config import ServeConfig
 from stageline.engine.startup import check_before_start
 from stageline.server.answer_parsing import choose_answer_style
 from stageline.server.listening_socket import BACKLOG, bind, url_of
-from stageline.server.preflight import make_ssl_context, with_all_api_keys
+from stageline.server.preflight import check_open_files, make_ssl_context, with_all_api_keys
 from stageline.server.supervisor import Supervisor
 
 
@@ -27,6 +27,7 @@ def serve(engine: EngineConfig, serve: ServeConfig) -> None:
     config = with_all_api_keys(serve.check())
     tls = make_ssl_context(config)
     with bind(config) as listening:
+        check_open_files(engine.pipeline_parallel_size)
         checkpoint = open_checkpoint(engine.check().model)
         check_before_start(engine, checkpoint)
         tokenizer = load_tokenizer(checkpoint, engine.tokenizer, engine.chat_template)
