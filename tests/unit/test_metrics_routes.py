@@ -26,6 +26,9 @@ class Engine:
 
     is_ready = True
 
+    def check_health(self) -> None:
+        pass
+
     async def stats(self) -> EngineStats:
         return snapshot(StatsCollector(MAX_MODEL_LEN, now_s=0.0))
 
@@ -43,6 +46,16 @@ class Frozen(Engine):
     async def stats(self) -> EngineStats:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
+
+
+class Silent(Engine):
+    """Known to be: nobody waits for it."""
+
+    def check_health(self) -> None:
+        raise WorkerLost(0, "no sign of life")
+
+    async def stats(self) -> EngineStats:
+        raise AssertionError("it is asked though it is known to be silent")
 
 
 @dataclass
@@ -82,7 +95,9 @@ def samples(response: httpx.Response) -> dict[tuple[str, tuple[tuple[str, str], 
     }
 
 
-@pytest.mark.parametrize("engine", [Loading(), Lost(), Frozen()], ids=["loading", "lost", "frozen"])
+@pytest.mark.parametrize(
+    "engine", [Loading(), Lost(), Frozen(), Silent()], ids=["loading", "lost", "frozen", "silent"]
+)
 def test_an_engine_that_tells_nothing_is_shown_as_not_ready(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "_PATIENCE_S", 0.05)
     page, load = asyncio.run(get(application(engine), ("GET", "/metrics"), ("GET", "/load")))
