@@ -3,8 +3,8 @@
     python benchmarks/load_generator.py [--streams 256] [--tokens 128]
 
 A server that computes nothing, in a process of its own, streams answers in the form of /v1/completions: each token as
-an event, to every stream in turn. The load generator's CPU time over its events is its cost; a core's worth of events per
-second is what it could follow, the rate at which it would be the bottleneck.
+an event, to every stream in turn. The load generator's CPU time over its events is its cost; a core's worth of events
+per second is what it could follow, the rate at which it would be the bottleneck.
 """
 
 from __future__ import annotations
