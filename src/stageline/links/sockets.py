@@ -40,7 +40,7 @@ class Links:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"a socket cannot be made at {address}: {zmq.strerror(error.errno)}; if that is a folder for temporary files, set "
+                f"a socket cannot be made at {address}: {zmq.strerror(error.errno or 0)}; if that is a folder for temporary files, set "
                 "TMPDIR to one with space, in which files can be made"
             ) from None
         return socket
