@@ -30,8 +30,8 @@ ENGINE_FLAGS = _words("""
 SAMPLING_FLAGS = _words("""
     --allowed-token-ids --bad-words --frequency-penalty --grammar --ignore-eos --include-stop-str-in-output
     --json-schema --logit-bias --logprobs --max-tokens --min-p --min-tokens --n --no-ignore-eos
-    --no-include-stop-str-in-output --no-skip-special-tokens --presence-penalty --prompt-logprobs --regex --repetition-penalty --skip-special-tokens
-    --stop --stop-token-ids --temperature --top-k --top-p
+    --no-include-stop-str-in-output --no-skip-special-tokens --presence-penalty --prompt-logprobs --regex
+    --repetition-penalty --skip-special-tokens --stop --stop-token-ids --temperature --top-k --top-p
 """)
 
 OWN_FLAGS = {

@@ -40,8 +40,8 @@ class Links:
             socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"a socket cannot be made at {address}: {zmq.strerror(error.errno or 0)}; if that is a folder for temporary files, set "
-                "TMPDIR to one with space, in which files can be made"
+                f"a socket cannot be made at {address}: {zmq.strerror(error.errno or 0)}; if that is a folder for "
+                "temporary files, set TMPDIR to one with space, in which files can be made"
             ) from None
         return socket
 
