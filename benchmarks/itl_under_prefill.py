@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--decodes", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--prompt-len", type=int, default=4000)
-    parser.add_argument("--slowdowns", type=float, nargs="+", default=[2.0, math.inf])
+    parser.add_argument("--slowdowns", type=float, nargs="+", default=[1.8, math.inf])
     parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()
     settings = {"pipeline_parallel_size": args.stages, "dtype": "bfloat16", "enable_prefix_caching": False}

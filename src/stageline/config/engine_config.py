@@ -102,7 +102,7 @@ class EngineConfig:
         group="scheduling", metavar="TOKENS",
     )
     max_decode_slowdown: float = setting(
-        2.0, "how many times longer a microbatch may take because of a prompt that arrives while others are being "
+        1.8, "how many times longer a microbatch may take because of a prompt that arrives while others are being "
         "answered: low for even streams, high for early first tokens; many prompts at once get more",
         group="scheduling", metavar="TIMES",
     )
