@@ -215,7 +215,7 @@ def stages_that_may_be_collected(monkeypatch: pytest.MonkeyPatch) -> None:
 def little_memory() -> Iterator[None]:
     """A number in a message that makes a stage allocate without bounds fails here instead of the machine."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**33, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + 2**31, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
 
