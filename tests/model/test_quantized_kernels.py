@@ -7,6 +7,9 @@ reference rounds them by the same rule; what remains is float32's error in addin
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -203,6 +206,14 @@ def test_the_largest_is_the_first_of_the_largest_results(kernels: QuantizedKerne
         assert QuantizedProduct(kernels, [matrix]).largest(torch.zeros(2, 512)).tolist() == [0, 0]
 
 
+def _is_helped(call: Callable[[], object]) -> bool:
+    """Whether threads other than this one compute, too: each of three should use as much CPU time as this one."""
+    process_s, thread_s = time.process_time(), time.thread_time()
+    call()
+    own_s = time.thread_time() - thread_s
+    return time.process_time() - process_s - own_s > own_s
+
+
 def test_threads_that_share_the_work_do_not_change_a_bit(kernels: QuantizedKernels | None) -> None:
     if kernels is None:
         pytest.skip("torch's matmul does not promise it")
@@ -212,6 +223,8 @@ def test_threads_that_share_the_work_do_not_change_a_bit(kernels: QuantizedKerne
     alone = both.linear(x, torch.float32), both.gated(x), head.largest(x)
     try:
         torch.set_num_threads(3)
+        for product in (both, head):
+            assert _is_helped(lambda product=product: product.linear(x, torch.float32)), "the work is not shared"
         shared = both.linear(x, torch.float32), both.gated(x), head.largest(x)
     finally:
         torch.set_num_threads(1)
