@@ -23,6 +23,52 @@ class RopeSpec(msgspec.Struct, frozen=True):
     frequency_divisors: tuple[float, ...] = ()
 
 
+class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts in place of a layer's MLP.
+
+    Args:
+        intermediate_size: of one routed expert.
+        num_experts_per_token: how many experts compute each token.
+        normalizes_weights: whether the chosen experts' weights are scaled to sum to one.
+        scoring: "softmax" or "sigmoid" over the router's logits.
+        num_groups, num_groups_per_token: experts are chosen from the best groups only; 1 and 1 is no grouping.
+        weight_factor: all chosen experts' weights are multiplied by this.
+        has_selection_bias: whether a bias takes part in choosing experts, but not in weighting them.
+        shared_intermediate_size: of an MLP that computes every token besides; 0 is none.
+        has_shared_gate: whether a sigmoid gate weights that MLP's output.
+        dense_layers: indices of layers that have an ordinary MLP of the model's `intermediate_size`.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    normalizes_weights: bool = True
+    scoring: str = "softmax"
+    num_groups: int = 1
+    num_groups_per_token: int = 1
+    weight_factor: float = 1.0
+    has_selection_bias: bool = False
+    shared_intermediate_size: int = 0
+    has_shared_gate: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+
+class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Multi-head latent attention: the cache keeps one compressed row per token, shared by all heads.
+
+    Args:
+        q_lora_rank: rank that queries pass through; None if they are projected at once.
+        kv_lora_rank: numbers of the compressed row, to which `qk_rope_head_dim` rotated ones are added.
+        qk_nope_head_dim: numbers of a head's query and key that are not rotated.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One decoder-only transformer.
 
@@ -30,6 +76,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         family: key of `stageline.models.registry`, such as "llama".
         dtype: the checkpoint's own: "float32", "bfloat16" or "float16".
         sliding_window: tokens a token attends to (itself included), or None for all before it.
+        layer_windows: that for each layer where layers differ; empty if `sliding_window` holds for all.
+        moe: mixture of experts, None for a dense model.
+        mla: latent attention, None for ordinary heads.
         eos_token_ids: any of them ends a completion.
     """
 
@@ -49,6 +98,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention_output_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
+    layer_windows: tuple[int | None, ...] = ()
+    moe: MoeSpec | None = None
+    mla: MlaSpec | None = None
     dtype: str = "bfloat16"
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    def window_of(self, layer_index: int) -> int | None:
+        """Tokens that a token of this layer attends to, itself included; None for all before it."""
+        return self.layer_windows[layer_index] if self.layer_windows else self.sliding_window
+
+    def has_experts(self, layer_index: int) -> bool:
+        """Whether the layer's MLP is a mixture of experts."""
+        return self.moe is not None and layer_index not in self.moe.dense_layers
