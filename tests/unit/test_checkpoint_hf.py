@@ -119,7 +119,8 @@ def test_a_missing_key_names_itself(tmp_path: Path, key: str) -> None:
         ({"torch_dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
         ({"eos_token_id": "</s>"}, ["eos_token_id"]),
         ({"num_hidden_layers": 5}, ["5 layers", "layer 3"]),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, ["use_sliding_window"]),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, ["layer_types", "1", "3"]),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["mamba"] * 3}, ["layer_types", "sliding_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
     ],
 )

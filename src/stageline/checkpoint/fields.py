@@ -28,6 +28,10 @@ class Fields:
         self._values = values
         self.source = source
 
+    @property
+    def values(self) -> Mapping[str, object]:
+        return self._values
+
     def raw(self, key: str) -> object | None:
         return self._values.get(key)
 

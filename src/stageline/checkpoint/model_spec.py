@@ -10,8 +10,13 @@ class RopeSpec(msgspec.Struct, frozen=True):
 
     Args:
         theta: base of the frequencies.
-        kind: "default", "linear" (positions divided by `factor`) or "llama3" (frequency bands, Llama 3.1 and later).
-        frequency_divisors: [head_dim / 2] divisors given by a GGUF file (`rope_freqs.weight`); overrides `kind`.
+        kind: "default", "linear" (positions divided by `factor`), "llama3" (frequency bands, Llama 3.1 and later) or
+            "longrope" (Phi: a divisor per frequency).
+        rotary_dim: the leading numbers of a head that rotate; 0 for all.
+        frequency_divisors: [rotary_dim / 2] divisors; those of a GGUF file (`rope_freqs.weight`) override `kind`. With
+            "longrope", the divisors of a model that serves more than `original_max_position_embeddings` tokens.
+        short_divisors: "longrope" up to that length.
+        magnitude: cosines and sines are multiplied by this.
     """
 
     theta: float = 10000.0
@@ -21,6 +26,9 @@ class RopeSpec(msgspec.Struct, frozen=True):
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     frequency_divisors: tuple[float, ...] = ()
+    short_divisors: tuple[float, ...] = ()
+    magnitude: float = 1.0
+    rotary_dim: int = 0
 
 
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +85,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         dtype: the checkpoint's own: "float32", "bfloat16" or "float16".
         sliding_window: tokens a token attends to (itself included), or None for all before it.
         layer_windows: that for each layer where layers differ; empty if `sliding_window` holds for all.
+        window_rope: of layers with a window, where it is another than `rope`.
+        unrotated_layers: indices of layers without rotary embedding.
+        activation: of the gated MLP: "silu" or "gelu_tanh".
+        attention_scale: what products of queries and keys are multiplied by; None for 1 / sqrt(head_dim).
+        attention_cap, logit_cap: attention scores and logits are bent to stay within ± this (cap * tanh(x / cap)).
+        embedding_scale, residual_scale, logit_scale: factors on the embedding's rows, on what a sublayer adds to the
+            residual stream, and on the logits.
+        weights_norms_from_one: norms multiply by 1 + weight. False for a file whose weights have the 1 in them.
         moe: mixture of experts, None for a dense model.
         mla: latent attention, None for ordinary heads.
         eos_token_ids: any of them ends a completion.
@@ -99,6 +115,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     sliding_window: int | None = None
     layer_windows: tuple[int | None, ...] = ()
+    window_rope: RopeSpec | None = None
+    unrotated_layers: tuple[int, ...] = ()
+    activation: str = "silu"
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    weights_norms_from_one: bool = False
     moe: MoeSpec | None = None
     mla: MlaSpec | None = None
     dtype: str = "bfloat16"
@@ -108,6 +134,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def window_of(self, layer_index: int) -> int | None:
         """Tokens that a token of this layer attends to, itself included; None for all before it."""
         return self.layer_windows[layer_index] if self.layer_windows else self.sliding_window
+
+    def rope_of(self, layer_index: int) -> RopeSpec | None:
+        """How positions rotate this layer's queries and keys; None if they do not."""
+        if layer_index in self.unrotated_layers:
+            return None
+        has_window = self.window_of(layer_index) is not None
+        return self.window_rope if has_window and self.window_rope is not None else self.rope
 
     def has_experts(self, layer_index: int) -> bool:
         """Whether the layer's MLP is a mixture of experts."""
