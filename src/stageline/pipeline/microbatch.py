@@ -56,6 +56,11 @@ class Microbatch(msgspec.Struct, frozen=True, array_like=True, tag="microbatch")
         token_ids: [sum(num_scheduled_tokens)] the rows' new tokens, row by row.
         sampling_rows: rows whose last token's logits give a new token; ascending.
         masked_rows: those of them whose token must be one that a mask allows, which comes as `TokenMasks`; ascending.
+        oldest: the oldest microbatch that was in flight when this one was launched, perhaps this one itself; nobody asks
+            for the tokens of earlier ones any more. -1 if that is not said.
+        pending_rows: decodes whose one new token is not known yet, for it is one that `oldest` samples; ascending. In
+            `token_ids` a 0 holds its place.
+        pending_places: [pending rows] which of the tokens that `oldest` samples it is.
     """
 
     epoch: int
@@ -69,6 +74,9 @@ class Microbatch(msgspec.Struct, frozen=True, array_like=True, tag="microbatch")
     token_ids: list[int]
     sampling_rows: list[int]
     masked_rows: list[int] = []
+    oldest: int = -1
+    pending_rows: list[int] = []
+    pending_places: list[int] = []
 
     @property
     def num_rows(self) -> int:
@@ -191,6 +199,7 @@ def check_microbatch(microbatch: Microbatch, limits: MicrobatchLimits) -> None:
     if any(a >= b for a, b in zip(microbatch.sampling_rows, microbatch.sampling_rows[1:], strict=False)):
         raise FrameError(f"{microbatch}: sampling rows are not ascending")
     _check_masked_rows(microbatch)
+    _check_pending_rows(microbatch, limits)
     tables = [added.block_ids for added in microbatch.added] + [table.block_ids for table in microbatch.extended]
     for block_ids in tables:
         _check_ids(microbatch, "block id", block_ids, limits.num_blocks)
@@ -209,6 +218,19 @@ def _check_masked_rows(microbatch: Microbatch) -> None:
     masked = microbatch.masked_rows
     if masked and (masked != sorted(set(masked)) or not set(masked) <= set(microbatch.sampling_rows)):
         raise FrameError(f"{microbatch}: masked rows {masked} are not some of its sampling rows, ascending")
+
+
+def _check_pending_rows(microbatch: Microbatch, limits: MicrobatchLimits) -> None:
+    rows, places, oldest = microbatch.pending_rows, microbatch.pending_places, microbatch.oldest
+    if not -1 <= oldest <= microbatch.number:
+        raise FrameError(f"{microbatch}: launched while m{oldest} was the oldest in flight")
+    if not rows and not places:
+        return
+    if len(places) != len(rows) or not 0 <= oldest < microbatch.number:
+        raise FrameError(f"{microbatch}: {len(rows)} rows wait for {len(places)} tokens of m{oldest}")
+    if rows != sorted(set(rows)) or rows[0] < 0 or rows[-1] >= microbatch.num_decode_rows:
+        raise FrameError(f"{microbatch}: rows {rows} that wait for a token are not decodes, ascending")
+    _check_ids(microbatch, "place of a token", places, limits.max_num_seqs)
 
 
 def mask_bytes(vocab_size: int) -> int:
