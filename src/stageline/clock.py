@@ -17,3 +17,17 @@ class MonotonicClock:
 
     def now_s(self) -> float:
         return time.monotonic()
+
+
+class VirtualClock:
+    """A simulation's clock: it stands still until somebody says what time it is."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance_to(self, time_s: float) -> None:
+        """Does nothing if it is that time already, or later."""
+        self._now_s = max(self._now_s, time_s)
