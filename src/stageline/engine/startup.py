@@ -201,7 +201,12 @@ def _make_core(
     config: EngineConfig, executor: Executor, plan: KVPlan, max_model_len: int, masks: MaskPool, clock: Clock
 ) -> EngineCore:
     kv = KVCacheManager(plan.num_blocks, config.block_size, config.enable_prefix_caching)
-    limits = SchedulerLimits(
+    return EngineCore(executor, Scheduler(kv, scheduler_limits(config, max_model_len), masks), clock)
+
+
+def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:
+    """What the configuration asks of the scheduler."""
+    return SchedulerLimits(
         num_stages=config.pipeline_parallel_size,
         window=config.pipeline_parallel_size,
         widest_window=_widest_window(config),
@@ -211,7 +216,6 @@ def _make_core(
         max_chunk_tokens=config.prefill_chunk_tokens,
         max_decode_slowdown=config.max_decode_slowdown,
     )
-    return EngineCore(executor, Scheduler(kv, limits, masks), clock)
 
 
 def _widest_window(config: EngineConfig) -> int:
