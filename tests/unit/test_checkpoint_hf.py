@@ -103,9 +103,10 @@ def test_a_missing_key_names_itself(tmp_path: Path, key: str) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM"]),
         ({"auto_map": {"AutoModel": "evil.Model"}}, ["auto_map", "never run"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "GGUF"]),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, ["bitsandbytes", "awq", "GGUF"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, ["3 bits", "2, 4, 8"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn", "llama3"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic", "llama3"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["factor", "missing"]),
         ({"rope_scaling": "linear"}, ["rope_scaling"]),
         ({"num_key_value_heads": 3}, ["4", "3"]),

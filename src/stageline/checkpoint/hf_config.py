@@ -9,8 +9,11 @@ from msgspec.structs import replace
 from stageline.checkpoint.architectures import READERS, Reader
 from stageline.checkpoint.fields import Fields
 from stageline.checkpoint.model_spec import ModelSpec
+from stageline.checkpoint.quantization import read_quantization
 from stageline.errors import CheckpointError
 
+# Released with code of their own, which is ignored: what it computes is known.
+CODE_IS_KNOWN = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -63,18 +66,13 @@ def _reader(fields: Fields) -> Reader:
 
 
 def _refuse_unsupported(fields: Fields) -> None:
-    if fields.has("auto_map"):
+    names = fields.raw("architectures")
+    if fields.has("auto_map") and not (isinstance(names, list) and names[:1] and names[0] in CODE_IS_KNOWN):
         raise CheckpointError(
             f"{fields.source}: auto_map asks for the checkpoint's own code, which is never run; use a model of one of "
             f"the supported architectures: {', '.join(READERS)}"
         )
-    if fields.has("quantization_config"):
-        quantization = fields.raw("quantization_config")
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(
-            f"{fields.source}: quantization_config of method {method!r} is not supported; use an unquantised "
-            "checkpoint or a GGUF file"
-        )
+    read_quantization(fields)
 
 
 def _dtype(fields: Fields, stored_dtype: str) -> str:

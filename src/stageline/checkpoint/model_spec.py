@@ -10,12 +10,16 @@ class RopeSpec(msgspec.Struct, frozen=True):
 
     Args:
         theta: base of the frequencies.
-        kind: "default", "linear" (positions divided by `factor`), "llama3" (frequency bands, Llama 3.1 and later) or
-            "longrope" (Phi: a divisor per frequency).
+        kind: "default", "linear" (positions divided by `factor`), "llama3" (frequency bands, Llama 3.1 and later),
+            "longrope" (Phi: a divisor per frequency) or "yarn" (a ramp from kept to divided frequencies).
+        beta_fast, beta_slow: "yarn": rotations within the original length from which on frequencies are kept, and up to
+            which they are divided by `factor`.
+        rounds_ramp: "yarn": the ramp begins and ends at whole frequencies.
         rotary_dim: the leading numbers of a head that rotate; 0 for all.
         frequency_divisors: [rotary_dim / 2] divisors; those of a GGUF file (`rope_freqs.weight`) override `kind`. With
             "longrope", the divisors of a model that serves more than `original_max_position_embeddings` tokens.
         short_divisors: "longrope" up to that length.
+        pairs_neighbours: whether files hold queries and keys with the two numbers of a rotated pair side by side.
         magnitude: cosines and sines are multiplied by this.
     """
 
@@ -29,6 +33,10 @@ class RopeSpec(msgspec.Struct, frozen=True):
     short_divisors: tuple[float, ...] = ()
     magnitude: float = 1.0
     rotary_dim: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    rounds_ramp: bool = True
+    pairs_neighbours: bool = False
 
 
 class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,11 +48,15 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
         normalizes_weights: whether the chosen experts' weights are scaled to sum to one.
         scoring: "softmax" or "sigmoid" over the router's logits.
         num_groups, num_groups_per_token: experts are chosen from the best groups only; 1 and 1 is no grouping.
+        group_score_experts: how many of a group's best experts are added up to its score.
         weight_factor: all chosen experts' weights are multiplied by this.
         has_selection_bias: whether a bias takes part in choosing experts, but not in weighting them.
         shared_intermediate_size: of an MLP that computes every token besides; 0 is none.
         has_shared_gate: whether a sigmoid gate weights that MLP's output.
         dense_layers: indices of layers that have an ordinary MLP of the model's `intermediate_size`.
+        has_bias: router, gate, up and down have biases.
+        activation: "silu", or "clamped_swiglu" (gpt-oss): with gate at most `swiglu_limit` and up within ± that,
+            gate * sigmoid(swiglu_alpha * gate) * (up + 1).
     """
 
     num_experts: int
@@ -59,6 +71,11 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     shared_intermediate_size: int = 0
     has_shared_gate: bool = False
     dense_layers: tuple[int, ...] = ()
+    group_score_experts: int = 1
+    has_bias: bool = False
+    activation: str = "silu"
+    swiglu_alpha: float = 0.0
+    swiglu_limit: float = 0.0
 
 
 class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +92,11 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+
+    @property
+    def row_size(self) -> int:
+        """Numbers that the cache keeps of a token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +115,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         embedding_scale, residual_scale, logit_scale: factors on the embedding's rows, on what a sublayer adds to the
             residual stream, and on the logits.
         weights_norms_from_one: norms multiply by 1 + weight. False for a file whose weights have the 1 in them.
+        has_sinks: each head has a score that no key stands behind and that takes part in its softmax.
         moe: mixture of experts, None for a dense model.
         mla: latent attention, None for ordinary heads.
         eos_token_ids: any of them ends a completion.
@@ -125,6 +148,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     weights_norms_from_one: bool = False
+    has_sinks: bool = False
     moe: MoeSpec | None = None
     mla: MlaSpec | None = None
     dtype: str = "bfloat16"

@@ -17,7 +17,7 @@ Reader = Callable[[Fields], ModelSpec]
 Raises: CheckpointError for what is missing, wrong, or not supported.
 """
 
-ROPE_KINDS = ("default", "linear", "llama3", "longrope")
+ROPE_KINDS = ("default", "linear", "llama3", "longrope", "yarn")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 LARGEST_NUM_LAYERS = 4096
 
@@ -92,7 +92,7 @@ def layer_kinds(fields: Fields, num_layers: int) -> list[str]:
 
 
 def rope_values(fields: Fields, layer_kind: str | None = None) -> Fields:
-    """`rope_parameters` (transformers 5), where layer kinds may differ, or `rope_scaling`; empty if there is neither."""
+    """`rope_parameters` (transformers 5), where layer kinds may differ, or `rope_scaling`; empty if there is none."""
     key = "rope_parameters" if fields.has("rope_parameters") else "rope_scaling"
     values = fields.raw(key)
     if isinstance(values, dict) and layer_kind is not None and layer_kind in values:
@@ -123,6 +123,8 @@ def rope_spec(
         return RopeSpec(theta=theta, rotary_dim=rotary_dim)
     if kind == "longrope":
         return _longrope(fields, rope, theta, rotary_dim)
+    if kind == "yarn":
+        return _yarn(fields, rope, theta, rotary_dim)
     if kind == "linear":
         return RopeSpec(theta=theta, kind=kind, factor=rope.number("factor"), rotary_dim=rotary_dim)
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
@@ -147,12 +149,13 @@ def _rotary_dim(fields: Fields, rope: Fields, can_be_partial: bool) -> int:
         return 0
     if not can_be_partial or fraction > 1:
         raise CheckpointError(f"{place.source}: a partial_rotary_factor of {fraction:g} is not supported")
-    head_dim = fields.integer("head_dim", default=fields.integer("hidden_size") // fields.integer("num_attention_heads"))
+    quotient = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", default=max(1, quotient))
     rotary_dim = int(head_dim * fraction)
     if rotary_dim < 2 or rotary_dim % 2:
         raise CheckpointError(
-            f"{place.source}: partial_rotary_factor {fraction:g} of head_dim {head_dim} rotates {rotary_dim} numbers; it "
-            "must be an even number of them"
+            f"{place.source}: partial_rotary_factor {fraction:g} of head_dim {head_dim} rotates {rotary_dim} numbers; "
+            "it must be an even number of them"
         )
     return rotary_dim
 
@@ -174,6 +177,33 @@ def _longrope(fields: Fields, rope: Fields, theta: float, rotary_dim: int) -> Ro
         magnitude=rope.number("attention_factor", default=magnitude),
         rotary_dim=rotary_dim,
     )
+
+
+def _yarn(fields: Fields, rope: Fields, theta: float, rotary_dim: int) -> RopeSpec:
+    """Source: YaRN (arXiv 2309.00071); the magnitude as `transformers` computes it."""
+    original = rope.integer("original_max_position_embeddings", default=fields.integer("max_position_embeddings"))
+    factor = rope.number("factor", default=fields.integer("max_position_embeddings") / original)
+    mscale, all_dim = rope.raw("mscale"), rope.raw("mscale_all_dim")
+    magnitude = _yarn_magnitude(factor, 1.0)
+    if mscale and all_dim:
+        magnitude = _yarn_magnitude(factor, rope.number("mscale")) / _yarn_magnitude(
+            factor, rope.number("mscale_all_dim")
+        )
+    return RopeSpec(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_position_embeddings=original,
+        magnitude=rope.number("attention_factor", default=magnitude),
+        rotary_dim=rotary_dim,
+        beta_fast=rope.number("beta_fast", default=32.0),
+        beta_slow=rope.number("beta_slow", default=1.0),
+        rounds_ramp=rope.boolean("truncate", True),
+    )
+
+
+def _yarn_magnitude(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _positive_numbers(fields: Fields, key: str) -> tuple[float, ...]:
