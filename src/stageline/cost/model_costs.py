@@ -1,0 +1,264 @@
+"""What a model's items weigh, read, compute and cache, from its shape alone.
+
+One idea: a model is a row of items (embedding, layers, head), and each is a few numbers: parameters that every token
+multiplies, experts of which a token takes some, and what attention does per token and pair of tokens. Whatever is asked
+of a model (parameters, bytes, FLOPs, KV cache) is a sum over these.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from stageline.checkpoint.model_spec import ModelSpec
+from stageline.errors import ConfigError
+
+BYTES_PER_WEIGHT = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp16": 2.0,
+    "fp8": 1.0,
+    "int8": 1.0,
+    "int4": 4.5 / 8,  # four bits, and a 16-bit scale for 32 weights
+    "mxfp4": 4.25 / 8,  # four bits, and an 8-bit scale for 32 weights
+}
+# In what format products with such weights are computed.
+COMPUTE_FORMAT = {"int4": "bf16", "mxfp4": "bf16"}
+ACTIVATION_ITEMSIZE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """How weights are kept: routed experts may be kept smaller than the rest.
+
+    Args:
+        dense, experts: keys of BYTES_PER_WEIGHT.
+    """
+
+    dense: str = "bf16"
+    experts: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for name in (self.dense, self.experts):
+            if name not in BYTES_PER_WEIGHT:
+                raise ConfigError(f"weights in {name!r} are not known; known are {', '.join(BYTES_PER_WEIGHT)}")
+
+    def __str__(self) -> str:
+        return self.dense if self.dense == self.experts else f"{self.dense}, experts {self.experts}"
+
+
+@dataclass(frozen=True)
+class ItemShape:
+    """One item of a model: the embedding, a layer, or the head.
+
+    Args:
+        num_dense: parameters that every token is multiplied with (attention, dense MLP, shared experts, router).
+        num_looked_up, row_size: parameters of which a token reads a row, and how many of them: the embedding.
+        num_kv: those of `num_dense` that make keys and values: sharded no further than the KV heads.
+        num_experts, num_experts_per_token, num_per_expert: routed experts.
+        dense_bytes, expert_bytes: per parameter.
+        kv_bytes_per_token: of the KV cache, all heads.
+        max_kv_shards: devices that can share the KV cache; with more, some keep the same.
+        window: tokens a token attends to, None for all.
+        decode_flops_per_pair, prefill_flops_per_pair: attention of one new token to one token.
+        num_all_reduces: per pass, if sharded.
+        dense_format, expert_format: what products are computed in.
+        output_size: of the head: numbers per row that are gathered; 0 elsewhere.
+    """
+
+    num_dense: float = 0.0
+    num_looked_up: float = 0.0
+    row_size: int = 0
+    num_kv: float = 0.0
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    num_per_expert: float = 0.0
+    dense_bytes: float = 2.0
+    expert_bytes: float = 2.0
+    kv_bytes_per_token: float = 0.0
+    max_kv_shards: int = 1
+    window: int | None = None
+    decode_flops_per_pair: float = 0.0
+    prefill_flops_per_pair: float = 0.0
+    num_all_reduces: int = 0
+    dense_format: str = "bf16"
+    expert_format: str = "bf16"
+    output_size: int = 0
+
+    @property
+    def num_parameters(self) -> float:
+        return self.num_dense + self.num_looked_up + self.num_experts * self.num_per_expert
+
+    @property
+    def num_active(self) -> float:
+        """Parameters that one token is multiplied with."""
+        return self.num_dense + self.num_experts_per_token * self.num_per_expert
+
+    def kv_shards(self, num_devices: int) -> int:
+        return min(num_devices, self.max_kv_shards)
+
+    def weight_bytes(self, num_devices: int = 1) -> float:
+        """That each of the devices sharing the item keeps."""
+        rest = (self.num_dense - self.num_kv + self.num_looked_up) * self.dense_bytes
+        experts = self.num_experts * self.num_per_expert * self.expert_bytes
+        return (rest + experts) / num_devices + self.num_kv * self.dense_bytes / self.kv_shards(num_devices)
+
+    def kv_bytes(self, num_devices: int = 1) -> float:
+        """KV cache of one token that each device keeps, while the window has not passed it."""
+        return self.kv_bytes_per_token / self.kv_shards(num_devices)
+
+    def kv_tokens(self, context_tokens: float) -> float:
+        """How many of a request's tokens this item reads when decoding, and must keep."""
+        return context_tokens if self.window is None else min(context_tokens, self.window)
+
+    def num_experts_read(self, num_tokens: float) -> float:
+        """Experts that at least one of so many tokens takes, if they choose evenly: E·(1 - (1 - k/E)^n)."""
+        if not self.num_experts:
+            return 0.0
+        share = self.num_experts_per_token / self.num_experts
+        return self.num_experts * (1.0 - math.pow(1.0 - share, max(num_tokens, 0.0)))
+
+    def read_bytes(self, num_tokens: float, num_devices: int = 1) -> float:
+        """Weights that each device reads for a microbatch of so many tokens."""
+        rest = (self.num_dense - self.num_kv + num_tokens * self.row_size) * self.dense_bytes
+        experts = self.num_experts_read(num_tokens) * self.num_per_expert * self.expert_bytes
+        return (rest + experts) / num_devices + self.num_kv * self.dense_bytes / self.kv_shards(num_devices)
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """A model as items.
+
+    Args:
+        layers: [layers], in order.
+        shares_head: head and embedding are one matrix: kept once where one stage has both.
+        hidden_bytes: one token's hidden states, as they cross a boundary in one tensor.
+        num_heads, num_kv_heads: attention's, for what sharding can divide.
+    """
+
+    embedding: ItemShape
+    layers: tuple[ItemShape, ...]
+    head: ItemShape
+    shares_head: bool
+    hidden_bytes: float
+    num_heads: int
+    num_kv_heads: int
+
+    @property
+    def num_parameters(self) -> float:
+        ends = self.embedding.num_parameters + (0.0 if self.shares_head else self.head.num_parameters)
+        return ends + sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def num_active(self) -> float:
+        """Parameters that one token is multiplied with, the head included, the embedding's rows not."""
+        return self.head.num_active + sum(layer.num_active for layer in self.layers)
+
+    @property
+    def weight_bytes(self) -> float:
+        ends = self.embedding.weight_bytes() + (0.0 if self.shares_head else self.head.weight_bytes())
+        return ends + sum(layer.weight_bytes() for layer in self.layers)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Of all layers, while no window has passed the token."""
+        return sum(layer.kv_bytes_per_token for layer in self.layers)
+
+    def kv_bytes_per_request(self, context_tokens: float) -> float:
+        return sum(layer.kv_bytes_per_token * layer.kv_tokens(context_tokens) for layer in self.layers)
+
+
+def model_costs(spec: ModelSpec, weights: WeightFormat | None = None, kv_itemsize_bytes: float = 2.0) -> ModelCosts:
+    """Args:
+    weights: None for bf16.
+    kv_itemsize_bytes: of a number in the KV cache: 2 for 16-bit formats, 1 for 8-bit ones.
+    """
+    weights = weights or WeightFormat()
+    itemsize = BYTES_PER_WEIGHT[weights.dense]
+    # Embedding and head stay in 16 bits where layers are kept smaller: that is how such checkpoints are made.
+    end_bytes = max(itemsize, 2.0)
+    matrix = float(spec.vocab_size * spec.hidden_size)
+    return ModelCosts(
+        embedding=ItemShape(
+            num_looked_up=matrix, row_size=spec.hidden_size, dense_bytes=end_bytes, num_all_reduces=1
+        ),
+        layers=tuple(_layer(spec, index, weights, kv_itemsize_bytes) for index in range(spec.num_layers)),
+        head=ItemShape(num_dense=matrix + spec.hidden_size, dense_bytes=end_bytes, output_size=spec.vocab_size),
+        shares_head=spec.tie_word_embeddings,
+        hidden_bytes=spec.hidden_size * ACTIVATION_ITEMSIZE_BYTES,
+        num_heads=spec.num_heads,
+        num_kv_heads=1 if spec.mla is not None else spec.num_kv_heads,
+    )
+
+
+def _layer(spec: ModelSpec, index: int, weights: WeightFormat, kv_itemsize_bytes: float) -> ItemShape:
+    hidden = spec.hidden_size
+    num_attention, num_kv = _mla_weights(spec) if spec.mla is not None else _attention_weights(spec)
+    kv_numbers, decode_flops, prefill_flops = _attention_work(spec)
+    num_dense = float(num_attention + 2 * hidden)
+    num_experts = num_per_token = 0
+    num_per_expert = 0.0
+    moe = spec.moe
+    if moe is not None and spec.has_experts(index):
+        num_experts, num_per_token = moe.num_experts, moe.num_experts_per_token
+        num_per_expert = 3.0 * hidden * moe.intermediate_size
+        num_dense += hidden * moe.num_experts + 3.0 * hidden * moe.shared_intermediate_size
+    else:
+        num_dense += 3.0 * hidden * spec.intermediate_size
+    return ItemShape(
+        num_dense=num_dense,
+        num_kv=float(num_kv),
+        num_experts=num_experts,
+        num_experts_per_token=num_per_token,
+        num_per_expert=num_per_expert,
+        dense_bytes=BYTES_PER_WEIGHT[weights.dense],
+        expert_bytes=BYTES_PER_WEIGHT[weights.experts],
+        kv_bytes_per_token=kv_numbers * kv_itemsize_bytes,
+        max_kv_shards=1 if spec.mla is not None else spec.num_kv_heads,
+        window=spec.window_of(index),
+        decode_flops_per_pair=decode_flops,
+        prefill_flops_per_pair=prefill_flops,
+        num_all_reduces=2,
+        dense_format=COMPUTE_FORMAT.get(weights.dense, weights.dense),
+        expert_format=COMPUTE_FORMAT.get(weights.experts, weights.experts),
+    )
+
+
+def _attention_weights(spec: ModelSpec) -> tuple[int, int]:
+    """Parameters of ordinary attention, and those of them that make keys and values."""
+    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    num_kv = 2 * kv * (spec.hidden_size + spec.attention_bias)
+    num_query = query * (spec.hidden_size + spec.attention_bias)
+    num_output = spec.hidden_size * (query + spec.attention_output_bias)
+    return num_query + num_kv + num_output, num_kv
+
+
+def _mla_weights(spec: ModelSpec) -> tuple[int, int]:
+    """The same of latent attention. What makes the compressed row is on every device."""
+    mla = spec.mla
+    assert mla is not None, "only called for latent attention"
+    query = spec.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    if mla.q_lora_rank is None:
+        num_query = spec.hidden_size * query
+    else:
+        num_query = mla.q_lora_rank * (spec.hidden_size + query + 1)
+    num_compressed = spec.hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
+    num_expanded = mla.kv_lora_rank * spec.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    num_output = spec.num_heads * mla.v_head_dim * spec.hidden_size
+    return num_query + num_compressed + num_expanded + num_output, num_compressed
+
+
+def _attention_work(spec: ModelSpec) -> tuple[float, float, float]:
+    """Numbers in the KV cache per token, and FLOPs per pair of tokens when decoding and in a prompt.
+
+    Latent attention decodes on the compressed rows (its matrices are absorbed into the query's), and expands them to
+    heads for prompts.
+    """
+    if spec.mla is None:
+        per_pair = 4.0 * spec.num_heads * spec.head_dim
+        return 2.0 * spec.num_kv_heads * spec.head_dim, per_pair, per_pair
+    mla = spec.mla
+    row = mla.kv_lora_rank + mla.qk_rope_head_dim
+    decode = 2.0 * spec.num_heads * (row + mla.kv_lora_rank)
+    prefill = 2.0 * spec.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
+    return float(row), decode, prefill

@@ -1,0 +1,114 @@
+"""The time of a microbatch on a stage: each item computes or reads, whichever takes longer.
+
+One idea: a matrix product takes its FLOPs at the device's rate or its weights at the memory's, the larger of the two;
+attention the same with the KV cache. Where matrix products were measured by number of rows, the measured rate has both
+in it. To that come the all-reduces of a sharded stage, and fixed times of launching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stageline.cost.communication import all_reduce_s, gather_s
+from stageline.cost.hardware import Device, Link
+from stageline.cost.model_costs import ACTIVATION_ITEMSIZE_BYTES, ItemShape, ModelCosts
+from stageline.cost.stage_time import MicrobatchShape
+
+
+@dataclass(frozen=True)
+class StageDevices:
+    """What a stage runs on.
+
+    Args:
+        num_devices: that share its tensors: the tensor parallel size.
+        link: between them; whatever it is, it is not used by one device.
+    """
+
+    device: Device
+    num_devices: int
+    link: Link
+
+
+def stage_s(
+    model: ModelCosts, layers: range, is_first: bool, is_last: bool, where: StageDevices, shape: MicrobatchShape
+) -> float:
+    """Time of one microbatch on one stage.
+
+    Args:
+        layers: the stage's.
+        is_first, is_last: it has the embedding; it has the head.
+    """
+    items = [model.layers[layer] for layer in layers]
+    ends = ([model.embedding] if is_first else []) + ([model.head] if is_last else [])
+    return where.device.microbatch_overhead_s + sum(
+        count * item_s(item, model.hidden_bytes, where, shape) for item, count in _counted(items + ends)
+    )
+
+
+def _counted(items: Sequence[ItemShape]) -> list[tuple[ItemShape, int]]:
+    """Equal items once, with how many there are: layers of one kind take the same."""
+    counts: dict[ItemShape, int] = {}
+    for item in items:
+        counts[item] = counts.get(item, 0) + 1
+    return list(counts.items())
+
+
+def item_s(item: ItemShape, hidden_bytes: float, where: StageDevices, shape: MicrobatchShape) -> float:
+    """Time of one microbatch in one item, its share of the all-reduces included."""
+    rows = num_rows(item, shape)
+    if not rows:
+        return 0.0
+    computing_s = matrices_s(item, where, rows) + attention_s(item, where, shape)
+    overhead_s = where.device.layer_overhead_s if item.kv_bytes_per_token else 0.0
+    return computing_s + overhead_s + _communication_s(item, hidden_bytes, where, rows)
+
+
+def num_rows(item: ItemShape, shape: MicrobatchShape) -> int:
+    """Rows that an item multiplies: the head only those that need a token."""
+    if not item.output_size:
+        return shape.num_tokens
+    return shape.num_decodes + min(1, shape.num_prompt_tokens)
+
+
+def matrices_s(item: ItemShape, where: StageDevices, rows: int) -> float:
+    """All matrix products of an item on one of its devices."""
+    device, num_devices = where.device, where.num_devices
+    dense_flops = 2.0 * rows * item.num_dense / num_devices
+    expert_flops = 2.0 * rows * item.num_experts_per_token * item.num_per_expert / num_devices
+    dense_rate = device.measured_flops_per_s(rows)
+    if dense_rate is None:
+        flops_s = dense_flops / device.reached_flops_per_s(item.dense_format)
+        flops_s += expert_flops / device.reached_flops_per_s(item.expert_format)
+        return max(flops_s, item.read_bytes(rows, num_devices) / device.reached_bytes_per_s)
+    if not expert_flops:
+        return dense_flops / dense_rate
+    rows_per_expert = rows * item.num_experts_per_token / item.num_experts_read(rows)
+    return dense_flops / dense_rate + expert_flops / (device.measured_flops_per_s(rows_per_expert) or dense_rate)
+
+
+def attention_s(item: ItemShape, where: StageDevices, shape: MicrobatchShape) -> float:
+    """Attention of an item on one of its devices: decodes read the KV cache, prompts mostly compute."""
+    if not item.kv_bytes_per_token:
+        return 0.0
+    device, num_devices = where.device, where.num_devices
+    flops_per_s = device.reached_flops_per_s("bf16")
+    decode_s = prefill_s = 0.0
+    if shape.num_decodes:
+        tokens = shape.num_decodes * item.kv_tokens(shape.decode_context_tokens / shape.num_decodes)
+        read_s = tokens * item.kv_bytes(num_devices) / device.kv_bytes_per_s
+        decode_s = max(read_s, tokens * item.decode_flops_per_pair / num_devices / flops_per_s)
+    if shape.num_prompt_tokens:
+        pairs = shape.prefill_attention / 2
+        if item.window is not None:
+            pairs = min(pairs, float(item.window * shape.num_prompt_tokens))
+        prefill_s = pairs * item.prefill_flops_per_pair / num_devices / flops_per_s
+    return decode_s + prefill_s
+
+
+def _communication_s(item: ItemShape, hidden_bytes: float, where: StageDevices, rows: int) -> float:
+    reduces_s = item.num_all_reduces * all_reduce_s(where.link, where.num_devices, rows * hidden_bytes)
+    if not item.output_size:
+        return reduces_s
+    logits_bytes = rows * item.output_size * ACTIVATION_ITEMSIZE_BYTES
+    return reduces_s + gather_s(where.link, where.num_devices, logits_bytes)
