@@ -1,4 +1,4 @@
-"""Sampled tokens on their way from the last stage straight to the first: one small frame per microbatch that awaits some.
+"""Sampled tokens on their way from the last stage straight to the first: a small frame per microbatch that awaits some.
 
 One idea: it is checked like an activation. The first stage knows which microbatch is next to get tokens and how many,
 and takes exactly that.

@@ -1,0 +1,61 @@
+"""Addresses of TCP sockets: an interface by its number and a port, never every interface at once."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from stageline.errors import ConfigError
+
+_SCHEME = "tcp://"
+_HIGHEST_PORT = 65535
+
+
+@dataclass(frozen=True)
+class TcpAddress:
+    """`host` is an IPv4 or IPv6 address in figures; port 0 means any that is free, where a socket is bound."""
+
+    host: str
+    port: int
+
+    @staticmethod
+    def parse(text: str) -> TcpAddress:
+        """Of `tcp://10.0.0.1:5000`, `10.0.0.1:5000` or `[fe80::1]:5000`. Raises: ConfigError."""
+        host, colon, port = text.removeprefix(_SCHEME).rpartition(":")
+        if not colon or not port.isascii() or not port.isdigit() or int(port) > _HIGHEST_PORT:
+            raise ConfigError(f"{text!r} is no address with a port; give one such as 10.0.0.1:5000")
+        host = host.removeprefix("[").removesuffix("]")
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            raise ConfigError(f"{text!r}: {host!r} is no IP address; give figures, such as 10.0.0.1:5000") from None
+        return TcpAddress(host, int(port))
+
+    def is_loopback(self) -> bool:
+        """Only this machine reaches it."""
+        return _unmapped(self.host).is_loopback
+
+    def is_wildcard(self) -> bool:
+        """It stands for every interface."""
+        return _unmapped(self.host).is_unspecified
+
+    def is_ipv6(self) -> bool:
+        return ":" in self.host
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if self.is_ipv6() else f"{self.host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """As ZeroMQ wants it."""
+        return f"{_SCHEME}{self}"
+
+
+def is_tcp(url: str) -> bool:
+    return url.startswith(_SCHEME)
+
+
+def _unmapped(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
