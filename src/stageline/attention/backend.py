@@ -62,7 +62,7 @@ class Rotation(Protocol):
         ...
 
     def tables(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of every position, each [positions, head_dim / 2], rounded to `dtype`."""
+        """Cosines and sines of every position, each [positions, rotated pairs], rounded to `dtype`."""
         ...
 
 
@@ -70,12 +70,13 @@ class AttentionBackend(Protocol):
     """Computes causal attention over a paged cache. One per stage; what it keeps between calls only saves time."""
 
     def rotate_and_store(
-        self, heads: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, cache: LayerCache
+        self, heads: torch.Tensor, rotation: Rotation | None, metadata: AttentionMetadata, cache: LayerCache
     ) -> torch.Tensor:
         """Rotate queries and keys, and `store` the rotated keys and the values.
 
         Args:
             heads: [tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values; overwritten.
+            rotation: None leaves queries and keys as they are.
         Returns: the rotated queries [tokens, num_heads, head_dim].
         """
         ...
@@ -91,10 +92,17 @@ class AttentionBackend(Protocol):
         cache: LayerCache,
         scale: float,
         sliding_window: int | None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """queries: [tokens, num_heads, head_dim], their keys already stored. Returns: the same shape.
-
-        Token i of a row attends to all tokens of its request at or before its position, or to the last
+        """Token i of a row attends to all tokens of its request at or before its position, or to the last
         `sliding_window` of them, itself included.
+
+        Args:
+            queries: [tokens, num_heads, head_dim], their keys already stored.
+            scale: products with keys are multiplied by this.
+            cap: and then bent to stay within ± this: cap * tanh(score / cap).
+            sinks: float32 [num_heads], a score that takes its share of the softmax and gives nothing.
+        Returns: [tokens, num_heads, head_dim].
         """
         ...

@@ -22,11 +22,11 @@ class CpuKernelAttention:
         self._scratch_is_for: tuple[int, int, int, torch.dtype] | None = None
 
     def rotate_and_store(
-        self, heads: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, cache: LayerCache
+        self, heads: torch.Tensor, rotation: Rotation | None, metadata: AttentionMetadata, cache: LayerCache
     ) -> torch.Tensor:
         return self._library.rotate_and_store(
             heads,
-            rotation.tables(heads.dtype),
+            None if rotation is None else rotation.tables(heads.dtype),
             metadata.positions,
             metadata.slot_mapping,
             cache.keys,
@@ -44,6 +44,8 @@ class CpuKernelAttention:
         cache: LayerCache,
         scale: float,
         sliding_window: int | None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self._library.attention(
             queries,
@@ -55,6 +57,8 @@ class CpuKernelAttention:
             scale,
             sliding_window,
             self._scratch_for(queries, cache),
+            cap,
+            sinks,
         )
 
     def _scratch_for(self, queries: torch.Tensor, cache: LayerCache) -> torch.Tensor:

@@ -42,6 +42,27 @@ class WorkingSet:
 
 
 @dataclass(frozen=True)
+class _ScoreRule:
+    """What becomes of products before and in the softmax; see `AttentionBackend.attend`."""
+
+    scale: float
+    cap: float | None
+    sinks: torch.Tensor | None
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)
+
+    def weights(self, scores: torch.Tensor, has_tokens: bool) -> torch.Tensor:
+        """scores: [..., num_kv_heads, heads per key head, tokens if it has them, keys]; hidden ones are -infinity."""
+        if self.sinks is None:
+            return torch.softmax(scores, -1)
+        behind = (1, 1) if has_tokens else (1,)
+        sinks = self.sinks.to(scores.dtype).view(scores.shape[-2 - len(behind)], -1, *behind)
+        with_sink = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+        return torch.softmax(with_sink, -1)[..., :-1]
+
+
+@dataclass(frozen=True)
 class _DecodeGroup:
     """Rows attended together.
 
@@ -96,11 +117,13 @@ class TorchPagedAttention:
         self._latest_plan: _Plan | None = None
 
     def rotate_and_store(
-        self, heads: torch.Tensor, rotation: Rotation, metadata: AttentionMetadata, cache: LayerCache
+        self, heads: torch.Tensor, rotation: Rotation | None, metadata: AttentionMetadata, cache: LayerCache
     ) -> torch.Tensor:
         num_kv_heads = cache.keys.shape[1]
         num_heads = heads.shape[1] - 2 * num_kv_heads
-        rotated = rotation(heads[:, : num_heads + num_kv_heads], metadata.positions)
+        rotated = heads[:, : num_heads + num_kv_heads]
+        if rotation is not None:
+            rotated = rotation(rotated, metadata.positions)
         self.store(rotated[:, num_heads:], heads[:, num_heads + num_kv_heads :], metadata, cache)
         return rotated[:, :num_heads]
 
@@ -120,23 +143,26 @@ class TorchPagedAttention:
         cache: LayerCache,
         scale: float,
         sliding_window: int | None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        rule = _ScoreRule(scale, cap, sinks)
         window_plan = self._window_plan(metadata, cache, sliding_window)
         attended = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         for group in window_plan.decode_groups:
-            self._attend_decodes(queries, attended, group, cache, scale)
+            self._attend_decodes(queries, attended, group, cache, rule)
         for row in window_plan.prefill_rows:
-            self._attend_prefill(queries, attended, row, cache, scale, sliding_window)
+            self._attend_prefill(queries, attended, row, cache, rule, sliding_window)
         return attended
 
     def _attend_decodes(
-        self, queries: torch.Tensor, attended: torch.Tensor, group: _DecodeGroup, cache: LayerCache, scale: float
+        self, queries: torch.Tensor, attended: torch.Tensor, group: _DecodeGroup, cache: LayerCache, rule: _ScoreRule
     ) -> None:
         num_rows, num_kv_heads, head_dim = group.tokens.shape[0], cache.keys.shape[1], cache.keys.shape[3]
-        grouped = queries.index_select(0, group.tokens).mul_(scale).view(num_rows, num_kv_heads, -1, head_dim)
+        grouped = queries.index_select(0, group.tokens).mul_(rule.scale).view(num_rows, num_kv_heads, -1, head_dim)
         keys = _gather(cache.keys, group.runs, num_rows)
-        scores = torch.matmul(grouped, keys.transpose(2, 3)).masked_fill_(group.is_hidden, -math.inf)
-        result = torch.matmul(torch.softmax(scores, -1), _gather(cache.values, group.runs, num_rows))
+        scores = rule.capped(torch.matmul(grouped, keys.transpose(2, 3))).masked_fill_(group.is_hidden, -math.inf)
+        result = torch.matmul(rule.weights(scores, has_tokens=False), _gather(cache.values, group.runs, num_rows))
         attended.index_copy_(0, group.tokens, result.view(num_rows, -1, head_dim))
 
     def _attend_prefill(
@@ -145,7 +171,7 @@ class TorchPagedAttention:
         attended: torch.Tensor,
         row: _PrefillRow,
         cache: LayerCache,
-        scale: float,
+        rule: _ScoreRule,
         sliding_window: int | None,
     ) -> None:
         keys = _gather(cache.keys, row.runs, 1)[0]
@@ -156,9 +182,9 @@ class TorchPagedAttention:
             position = row.first_position + first - row.first_token
             first_key = _first_seen_key(position, sliding_window)
             seen = slice(first_key - row.first_key, position + end - first - row.first_key)
-            scores = _tile_scores(queries[first:end], keys[:, seen], scale)
+            scores = rule.capped(_tile_scores(queries[first:end], keys[:, seen], rule.scale))
             self._hide_keys(scores, position, first_key, sliding_window)
-            weights = torch.softmax(scores, -1).flatten(1, 2)
+            weights = rule.weights(scores, has_tokens=True).flatten(1, 2)
             result = torch.matmul(weights, values[:, seen]).view(*scores.shape[:3], -1)
             attended[first:end].view(end - first, *scores.shape[:2], -1).copy_(result.permute(2, 0, 1, 3))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stageline.kernels import gemm, quantized
+from stageline.kernels import experts, gemm, quantized
 from stageline.kernels.program import Argument, Kernel, result
 from stageline.kernels.quantized import QuantizedKernels
 
@@ -23,19 +23,24 @@ _POINTER, _SIZE, _FLAG, _FLOAT = Argument.POINTER, Argument.SIZE, Argument.FLAG,
 _TOKENS = Argument.NUM_TOKENS
 _SIGNATURES: dict[str, list[Argument]] = {
     "rms_norm": [_POINTER] * 5 + [_TOKENS, _SIZE, _FLOAT, _FLAG],
-    "silu_and_mul": [_POINTER] * 2 + [_TOKENS, _SIZE, _FLAG],
-    "rotate_and_store": [_POINTER] * 7 + [_TOKENS] + [_SIZE] * 4 + [_FLAG],
+    "activate_and_mul": [_POINTER] * 2 + [_TOKENS, _SIZE] + [_FLAG] * 2,
+    "add": [_POINTER] * 3 + [_TOKENS, _SIZE, _FLAG],
+    "scale": [_POINTER, _TOKENS, _SIZE, _FLOAT, _FLAG],
+    "normalize_heads": [_POINTER] * 3 + [_TOKENS] + [_SIZE] * 5 + [_FLOAT, _FLAG],
+    "rotate_and_store": [_POINTER] * 7 + [_TOKENS] + [_SIZE] * 5 + [_FLAG],
     "argmax": [_POINTER] * 2 + [_SIZE] * 2 + [_FLAG],
     "top_k": [_POINTER] * 4 + [_SIZE] * 3,
     "attention": [_POINTER] * 8
     + [_SIZE, Argument.TABLE_WIDTH, Argument.NUM_ROWS]
     + [_SIZE] * 5
-    + [_FLOAT, _FLAG, _POINTER],
+    + [_FLOAT, _FLOAT, _POINTER, _FLAG, _POINTER],
     **quantized.SIGNATURES,
     **gemm.SIGNATURES,
+    **experts.SIGNATURES,
 }
 _RECORDABLE = (
-    "rms_norm", "silu_and_mul", "rotate_and_store", "attention", *quantized.RECORDABLE, *gemm.RECORDABLE
+    "rms_norm", "activate_and_mul", "add", "scale", "normalize_heads", "rotate_and_store", "attention",
+    *quantized.RECORDABLE, *gemm.RECORDABLE, *experts.RECORDABLE,
 )  # fmt: skip
 
 
@@ -75,11 +80,15 @@ class CpuKernels:
         self.variant = variant
         self.run_program = run_program
         self._rms_norm = functions["rms_norm"]
-        self._silu_and_mul = functions["silu_and_mul"]
+        self._activate_and_mul = functions["activate_and_mul"]
+        self._add = functions["add"]
+        self._scale = functions["scale"]
+        self._normalize_heads = functions["normalize_heads"]
         self._rotate_and_store = functions["rotate_and_store"]
         self._argmax = functions["argmax"]
         self._top_k = functions["top_k"]
         self.gemm = gemm.Gemm(functions)
+        self.experts = experts.ExpertKernels(functions)
         self._attention = functions["attention"]
         self.quantized = QuantizedKernels(*(functions[name] for name in quantized.SIGNATURES))
 
@@ -107,11 +116,53 @@ class CpuKernels:
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up: [rows, 2 * size], gate first. Returns: silu(gate) * up, [rows, size]."""
+        return self._gate(gate_up, is_gelu=False)
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """The same with gelu, by its tanh formula."""
+        return self._gate(gate_up, is_gelu=True)
+
+    def _gate(self, gate_up: torch.Tensor, is_gelu: bool) -> torch.Tensor:
         rows, width = gate_up.shape
         assert gate_up.is_contiguous() and width % 2 == 0
         out = result((rows, width // 2), gate_up.dtype)
-        self._silu_and_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, _is_bf16(gate_up))
+        self._activate_and_mul(gate_up.data_ptr(), out.data_ptr(), rows, width // 2, is_gelu, _is_bf16(gate_up))
         return out
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x, residual: [rows, size]. Returns: their sum, rounded once."""
+        assert x.shape == residual.shape and x.dtype == residual.dtype and _all_contiguous(x, residual)
+        rows, size = x.shape
+        total = result((rows, size), x.dtype)
+        self._add(x.data_ptr(), residual.data_ptr(), total.data_ptr(), rows, size, _is_bf16(x))
+        return total
+
+    def scale_(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """x: [rows, size], multiplied in place. Returns: x."""
+        assert x.is_contiguous()
+        rows, size = x.shape
+        self._scale(x.data_ptr(), rows, size, factor, _is_bf16(x))
+        return x
+
+    def normalize_heads_(
+        self, heads: torch.Tensor, queries: tuple[int, torch.Tensor], keys: tuple[int, torch.Tensor], eps: float
+    ) -> None:
+        """Norms of queries and of keys, in place.
+
+        Args:
+            heads: [tokens, numbers of a token]: queries, keys, and what is left alone.
+            queries, keys: how many parts have a norm each, and the weight [numbers of a part] that all of them share.
+        """
+        rows, row_size = heads.shape
+        (query_parts, query_weight), (key_parts, key_weight) = queries, keys
+        query_size, key_size = query_weight.numel(), key_weight.numel()
+        assert query_weight.dtype == key_weight.dtype == heads.dtype
+        assert _all_contiguous(heads, query_weight, key_weight)
+        assert query_parts * query_size + key_parts * key_size <= row_size
+        self._normalize_heads(
+            heads.data_ptr(), query_weight.data_ptr(), key_weight.data_ptr(), rows, row_size, query_parts, query_size,
+            key_parts, key_size, eps, _is_bf16(heads),
+        )  # fmt: skip
 
     def rotate_and_store(
         self,
@@ -126,7 +177,8 @@ class CpuKernels:
 
         Args:
             heads: [tokens, num_heads + 2 * num_kv_heads, head_dim]: queries, keys, values.
-            tables: cosines and sines, [positions, head_dim / 2], of the dtype of heads; None to rotate nothing.
+            tables: cosines and sines, [positions, pairs], of the dtype of heads; None to rotate nothing. With fewer
+                pairs than head_dim / 2, only the leading numbers of a head are rotated.
             positions, slots: int64 [tokens].
             keys, values: the cache, [num_blocks, num_kv_heads, block_size, head_dim]. Within a block and head the order
                 is this kernel's and `attention`'s own: source/cache_layout.h.
@@ -139,15 +191,17 @@ class CpuKernels:
         assert positions.shape == slots.shape == (num_tokens,) and positions.dtype == slots.dtype == torch.int64
         assert _all_contiguous(heads, positions, slots, keys, values)
         cosine = sine = None
+        num_pairs = 0
         if tables is not None:
-            assert all(table.dtype == heads.dtype and table.shape[1] * 2 == head_dim for table in tables)
+            num_pairs = tables[0].shape[1]
+            assert all(table.dtype == heads.dtype for table in tables) and 0 < num_pairs <= head_dim // 2
             assert tables[0].shape == tables[1].shape and _all_contiguous(*tables)
             cosine, sine = (table.data_ptr() for table in tables)
         num_heads = num_rows - 2 * num_kv_heads
         self._rotate_and_store(
             heads.data_ptr(), cosine, sine, positions.data_ptr(), slots.data_ptr(),
             keys.data_ptr(), values.data_ptr(), num_tokens, num_heads, num_kv_heads, head_dim, block_size,
-            _is_bf16(heads),
+            num_pairs, _is_bf16(heads),
         )  # fmt: skip
         return heads[:, :num_heads]
 
@@ -162,6 +216,8 @@ class CpuKernels:
         scale: float,
         sliding_window: int | None,
         scratch: torch.Tensor,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention over the paged cache; `AttentionMetadata` has the arguments' shapes.
 
@@ -169,6 +225,7 @@ class CpuKernels:
             queries: [tokens, num_heads, head_dim], each token's heads contiguous; an even head_dim in bfloat16.
             keys, values: the cache as `rotate_and_store` fills it.
             scratch: uint8, at least `attention_scratch_bytes`.
+            cap, sinks: see `AttentionBackend.attend`.
         Returns: [tokens, num_heads, head_dim], contiguous.
         """
         num_tokens, num_heads, head_dim = queries.shape
@@ -181,12 +238,14 @@ class CpuKernels:
         assert query_starts.shape == (num_rows + 1,) and block_tables.shape[0] == num_rows
         assert _all_contiguous(keys, values, query_starts, context_lens, block_tables)
         assert scratch.numel() >= self.attention_scratch_bytes(num_heads, num_kv_heads, head_dim, queries.dtype)
+        assert cap is None or (cap > 0 and scale > 0)
+        assert sinks is None or (sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
         out = result((num_tokens, num_heads, head_dim), queries.dtype)
         self._attention(
             queries.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(), query_starts.data_ptr(),
             context_lens.data_ptr(), block_tables.data_ptr(), scratch.data_ptr(), queries.stride(0),
             block_tables.shape[1], num_rows, num_heads, num_kv_heads, head_dim, block_size, sliding_window or 0, scale,
-            _is_bf16(queries), None,
+            cap or 0.0, None if sinks is None else sinks.data_ptr(), _is_bf16(queries), None,
         )  # fmt: skip
         return out
 
@@ -195,7 +254,7 @@ class CpuKernels:
         num_bytes = c_int64()
         self._attention.now(
             None, None, None, None, None, None, None, None, 0, 0, 0, num_heads, num_kv_heads, head_dim, 1, 0, 1.0,
-            int(dtype == torch.bfloat16), ctypes.addressof(num_bytes),
+            0.0, None, int(dtype == torch.bfloat16), ctypes.addressof(num_bytes),
         )  # fmt: skip
         return num_bytes.value
 

@@ -21,7 +21,7 @@ _POINTER, _SIZE, _FLAG = Argument.POINTER, Argument.SIZE, Argument.FLAG
 _TOKENS = Argument.NUM_TOKENS
 SIGNATURES: dict[str, list[Argument]] = {
     "gemm": [_POINTER] * 4 + [_SIZE, _TOKENS, _SIZE, _SIZE] + [_FLAG] * 2,
-    "gemm_gated": [_POINTER] * 4 + [_SIZE, _TOKENS, _SIZE, _SIZE] + [_FLAG],
+    "gemm_gated": [_POINTER] * 4 + [_SIZE, _TOKENS, _SIZE, _SIZE] + [_FLAG] * 2,
     "gemm_largest": [_POINTER] * 5 + [_SIZE] * 4 + [_FLAG],
     "gemm_pack": [_POINTER] * 3 + [_SIZE] * 2 + [_FLAG],
     "gemm_unpack": [_POINTER] * 3 + [_SIZE] * 2,
@@ -109,17 +109,20 @@ class Gemm:
         )  # fmt: skip
         return out
 
-    def gated(self, x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, weight: PackedWeight, is_gelu: bool = False) -> torch.Tensor:
         """silu(gate(x)) * up(x), summed and multiplied in float32 and rounded once.
 
-        Args: x: bfloat16 [rows, in_features]. Returns: bfloat16 [rows, out_features].
+        Args:
+            x: bfloat16 [rows, in_features].
+            is_gelu: gelu, by its tanh formula, in place of silu.
+        Returns: bfloat16 [rows, out_features].
         """
         assert weight.is_gated
         x, rows, stride = _words(x, weight)
         out = result((rows, weight.out_features), torch.bfloat16)
         self._gated(
             x.data_ptr(), *weight.addresses, out.data_ptr(), stride, rows, weight.out_features,
-            (weight.in_features + 1) // 2, torch.get_num_threads(),
+            (weight.in_features + 1) // 2, torch.get_num_threads(), is_gelu,
         )  # fmt: skip
         return out
 

@@ -30,7 +30,7 @@ MAX_COLUMNS = 128 * 1024
 _POINTER, _SIZE, _FLAG = Argument.POINTER, Argument.SIZE, Argument.FLAG
 SIGNATURES: dict[str, list[Argument]] = {
     "quantized_linear": [_POINTER, _POINTER, Argument.NUM_TOKENS, _POINTER, _FLAG, _FLAG, _FLAG],
-    "quantized_gated": [_POINTER, _POINTER, Argument.NUM_TOKENS, _POINTER, _FLAG, _FLAG],
+    "quantized_gated": [_POINTER, _POINTER, Argument.NUM_TOKENS, _POINTER, _FLAG, _FLAG, _FLAG],
     "quantized_largest": [_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _FLAG, _FLAG],
     "quantized_rows": [_POINTER, _POINTER, _SIZE, _POINTER, _FLAG],
 }
@@ -195,21 +195,26 @@ class QuantizedProduct:
         )
         return out
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor:
+    def gated(self, x: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
         """silu of what the first matrix gives, times what the second gives; there are two, of the same size.
 
-        Args: x: as for `linear`. Returns: [rows, num_rows / 2], of x's dtype.
+        Args:
+            x: as for `linear`.
+            is_gelu: gelu, by its tanh formula, in place of silu.
+        Returns: [rows, num_rows / 2], of x's dtype.
         """
         rows, size = self._checked_rows(x), self.num_rows // 2
         assert len(self.matrices) == 2 and self.matrices[0].num_rows == size
         if self._kernels is None:
             gate, up = self._linear_with_torch(x).chunk(2, dim=-1)
-            return F.silu(gate).mul_(up).to(x.dtype)
+            activated = F.gelu(gate, approximate="tanh") if is_gelu else F.silu(gate)
+            return activated.mul_(up).to(x.dtype)
         x = x.contiguous()
         out = result((rows, size), x.dtype)
         self._kernels.gated(
-            self._plan_pointer, x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads(), x.dtype == torch.bfloat16
-        )
+            self._plan_pointer, x.data_ptr(), rows, out.data_ptr(), torch.get_num_threads(), is_gelu,
+            x.dtype == torch.bfloat16,
+        )  # fmt: skip
         return out
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from stageline import kernels
 from stageline.kernels.gemm import Gemm
-from stageline.layers.activation import silu_and_mul
+from stageline.layers.activation import GELU_TANH, SILU, activate_and_mul
 
 
 class Linear:
@@ -46,17 +46,20 @@ class Linear:
 
 
 class GatedLinear:
-    """silu(gate(x)) * up(x): the first half of a gated MLP, in one pass over both matrices where kernels can.
+    """activation(gate(x)) * up(x): the first half of a gated MLP, in one pass over both matrices where kernels can.
 
     Args:
         weight: [2 * size, in_features], the gate first.
         bias: [2 * size] or None.
+        activation: as `ModelSpec.activation` spells it.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = SILU) -> None:
         gemm = _gemm_for(weight)
         self._route: _OwnGatedRoute | _SeparateGatedRoute = (
-            _SeparateGatedRoute(weight, bias) if gemm is None else _OwnGatedRoute(gemm, weight, bias)
+            _SeparateGatedRoute(weight, bias, activation)
+            if gemm is None
+            else _OwnGatedRoute(gemm, weight, bias, activation)
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,17 +157,19 @@ class _TorchRoute:
 
 
 class _OwnGatedRoute:
-    def __init__(self, gemm: Gemm, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, gemm: Gemm, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
         self._gemm = gemm
         self._packed = gemm.pack(weight, bias, is_gated=True)
+        self._is_gelu = activation == GELU_TANH
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gemm.gated(x, self._packed)
+        return self._gemm.gated(x, self._packed, self._is_gelu)
 
 
 class _SeparateGatedRoute:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
         self._gate_up = Linear(weight, bias)
+        self._activation = activation
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(self._gate_up(x))
+        return activate_and_mul(self._gate_up(x), self._activation)

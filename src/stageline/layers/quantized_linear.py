@@ -12,7 +12,7 @@ import torch
 
 from stageline import kernels
 from stageline.kernels.quantized import QuantizedMatrix, QuantizedProduct
-from stageline.layers.activation import silu_and_mul
+from stageline.layers.activation import GELU_TANH, SILU, activate_and_mul
 from stageline.layers.linear import GatedLinear, Linear
 
 
@@ -41,21 +41,28 @@ class QuantizedLinear(Linear):
 
 
 class QuantizedGatedLinear(GatedLinear):
-    """silu(gate(x)) * up(x), rounded to the compute dtype once.
+    """activation(gate(x)) * up(x), rounded to the compute dtype once.
 
     Args:
         gate, up: [size, in_features].
         dtype: the compute dtype.
         bias: [2 * size], the gate's first, or None.
+        activation: as `ModelSpec.activation` spells it.
     """
 
     def __init__(
-        self, gate: QuantizedMatrix, up: QuantizedMatrix, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self,
+        gate: QuantizedMatrix,
+        up: QuantizedMatrix,
+        dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        activation: str = SILU,
     ) -> None:
         self._product = _product([gate, up], dtype, bias)
+        self._is_gelu = activation == GELU_TANH
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._product.gated(x)
+        return self._product.gated(x, self._is_gelu)
 
 
 def _product(
@@ -82,17 +89,19 @@ class SideBySide(Linear):
 
 
 class LinearThenGate(GatedLinear):
-    """silu(gate(x)) * up(x), in two passes.
+    """activation(gate(x)) * up(x), in two passes.
 
     Args:
         gate_up: both projections, the gate first.
+        activation: as `ModelSpec.activation` spells it.
     """
 
-    def __init__(self, gate_up: Linear) -> None:
+    def __init__(self, gate_up: Linear, activation: str = SILU) -> None:
         self._gate_up = gate_up
+        self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(self._gate_up(x))
+        return activate_and_mul(self._gate_up(x), self._activation)
 
 
 class QuantizedEmbedding:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from stageline.kernels.quantized import QuantizedMatrix
+from stageline.layers.activation import SILU
 from stageline.layers.embedding import TokenEmbedding
 from stageline.layers.linear import GatedLinear, Linear
 from stageline.layers.quantized_linear import (
@@ -38,19 +39,35 @@ def read_fused_linear(
 
 
 def read_gated_linear(
-    reader: WeightReader, gate_name: str, up_name: str, size: int, in_features: int, has_bias: bool = False
+    reader: WeightReader,
+    gate_name: str,
+    up_name: str,
+    size: int,
+    in_features: int,
+    has_bias: bool = False,
+    activation: str = SILU,
 ) -> GatedLinear:
-    """silu(gate(x)) * up(x) of two linear layers, as one. Raises: CheckpointError."""
+    """activation(gate(x)) * up(x) of two linear layers, as one. Raises: CheckpointError."""
     names = (gate_name, up_name)
     weights = [reader.read_matrix(f"{name}.weight", (size, in_features)) for name in names]
     biases = [reader.read(f"{name}.bias", (size,)) for name in names] if has_bias else []
     bias = _joined(biases) if biases else None
     gate, up = weights
     if isinstance(gate, QuantizedMatrix) and isinstance(up, QuantizedMatrix):
-        return QuantizedGatedLinear(gate, up, reader.dtype, bias)
+        return QuantizedGatedLinear(gate, up, reader.dtype, bias, activation)
     if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor):
-        return GatedLinear(torch.cat((gate, up)), bias)
-    return LinearThenGate(_fused_quantized(weights, biases, reader.dtype))
+        return GatedLinear(torch.cat((gate, up)), bias, activation)
+    return LinearThenGate(_fused_quantized(weights, biases, reader.dtype), activation)
+
+
+def read_joined_gated_linear(
+    reader: WeightReader, name: str, size: int, in_features: int, activation: str = SILU
+) -> GatedLinear:
+    """The same of a checkpoint that has both in one matrix, the gate first. Raises: CheckpointError."""
+    weight = reader.read_matrix(f"{name}.weight", (2 * size, in_features))
+    if isinstance(weight, QuantizedMatrix):
+        return LinearThenGate(_fused_quantized([weight], [], reader.dtype), activation)
+    return GatedLinear(weight, None, activation)
 
 
 def read_embedding(

@@ -20,6 +20,7 @@ MISTRAL_SLIDING_WINDOW = 4096
 GEMMA_SLIDING_WINDOW = 4096
 GEMMA3_WINDOW_PATTERN = 6
 SMOLLM3_ROPE_INTERVAL = 4
+_NO_ROPE: dict[str, object] = {"rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}
 
 
 def _llama(fields: Fields) -> ModelSpec:
@@ -33,8 +34,9 @@ def _llama(fields: Fields) -> ModelSpec:
 
 
 def _mistral(fields: Fields) -> ModelSpec:
-    window = fields.optional_integer("sliding_window") if fields.is_present("sliding_window") else MISTRAL_SLIDING_WINDOW
-    spec = plain_spec(fields, "llama")
+    spec, window = plain_spec(fields, "llama"), fields.optional_integer("sliding_window")
+    if not fields.is_present("sliding_window"):
+        window = MISTRAL_SLIDING_WINDOW
     return with_windows(spec, fields, window, [True] * spec.num_layers)
 
 
@@ -80,8 +82,7 @@ def _gemma3(fields: Fields) -> ModelSpec:
 def _gemma(fields: Fields, family: str) -> ModelSpec:
     """What both have: a scaled embedding, tied; norms that multiply by 1 + weight; a scale and caps of their own."""
     act = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
-    plain = Fields({**fields.values, "hidden_act": "silu", "rope_parameters": None, "rope_scaling": None}, fields.source)
-    spec = plain_spec(plain, family)
+    spec = plain_spec(_with(fields, hidden_act="silu", rope_parameters=None, rope_scaling=None), family)
     has_bias = fields.boolean("attention_bias", False)
     return replace(
         spec,
@@ -99,7 +100,7 @@ def _gemma(fields: Fields, family: str) -> ModelSpec:
 
 def _phi3(fields: Fields) -> ModelSpec:
     """Phi 3, 3.5 and 4: q, k, v in one matrix, gate and up in another."""
-    spec = replace(plain_spec(_without_rope(fields), "phi3"), rope=rope_spec(fields, can_be_partial=True))
+    spec = replace(plain_spec(_with(fields, **_NO_ROPE), "phi3"), rope=rope_spec(fields, can_be_partial=True))
     window = fields.optional_integer("sliding_window")
     return with_windows(spec, fields, window, [True] * spec.num_layers)
 
@@ -108,10 +109,11 @@ def _glm4(fields: Fields) -> ModelSpec:
     """Gate and up in one matrix, norms before and behind, pairs of neighbours rotate in half of each head."""
     rope = rope_spec(fields, can_be_partial=True)
     if not fields.has("partial_rotary_factor") and not rope_values(fields).has("partial_rotary_factor"):
-        halved = Fields({**fields.values, "partial_rotary_factor": 0.5}, fields.source)
-        rope = rope_spec(halved, can_be_partial=True)
+        rope = rope_spec(_with(fields, partial_rotary_factor=0.5), can_be_partial=True)
     return replace(
-        plain_spec(_without_rope(fields), "glm4"), rope=rope, attention_bias=fields.boolean("attention_bias", False)
+        plain_spec(_with(fields, **_NO_ROPE), "glm4"),
+        rope=replace(rope, pairs_neighbours=True),
+        attention_bias=fields.boolean("attention_bias", False),
     )
 
 
@@ -124,7 +126,6 @@ def _granite(fields: Fields) -> ModelSpec:
     """Llama with factors in four places."""
     return replace(
         _llama(fields),
-        family="granite",
         attention_scale=fields.number("attention_multiplier", default=1.0),
         embedding_scale=fields.number("embedding_multiplier", default=1.0),
         residual_scale=fields.number("residual_multiplier", default=1.0),
@@ -144,10 +145,8 @@ def _smollm3(fields: Fields) -> ModelSpec:
     return replace(spec, unrotated_layers=tuple(index for index, flag in enumerate(rotates) if not flag))
 
 
-def _without_rope(fields: Fields) -> Fields:
-    return Fields(
-        {**fields.values, "rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}, fields.source
-    )
+def _with(fields: Fields, **values: object) -> Fields:
+    return Fields({**fields.values, **values}, fields.source)
 
 
 def _optional_number(fields: Fields, key: str) -> float | None:

@@ -34,6 +34,8 @@ struct AttentionArguments {
     int64_t block_size;
     int64_t sliding_window;
     float scale;
+    float cap;           // scaled scores become cap * tanh(score / cap); 0 for none
+    const float* sinks;  // [num_heads] a score that each head gives to nothing; null for none
 };
 
 template <class T>
@@ -196,6 +198,7 @@ class Attention {
         CachedTile values = {tile.values, ahead.values, columns, (unit.keys + PER_WORD - 1) / PER_WORD, columns};
         if (!lies_in_groups) keys.stride = PANEL;
         multiply_rows<T, Groups::OF_COLUMNS>(queries + q * words, words, n, keys, scores, KEYS_AT_ONCE, nullptr);
+        if (args.cap > 0) cap_scores(n * KEYS_AT_ONCE);
         bool is_seen_by_all = unit.keys == KEYS_AT_ONCE && unit.start + unit.keys <= unit.position + 1 &&
                               unit.start >= first_seen(unit.position + unit.tokens - 1);
         if (is_seen_by_all)
@@ -274,6 +277,18 @@ class Attention {
         return word < words ? as_bits(load((const float*)row + word, words - word)) : vu{};
     }
 
+    // They are not scaled yet, and are not afterwards.
+    void cap_scores(int64_t count) {
+        const vf to_tanh = splat(args.scale / args.cap), from_tanh = splat(args.cap / args.scale);
+        for (int64_t i = 0; i < count; i += W) store(scores + i, tanh(load(scores + i) * to_tanh) * from_tanh);
+    }
+
+    // Of a head's weights, relative to the largest score, before any key: what its sink takes.
+    float sink_weight(int64_t head, float maximum) const {
+        if (!args.sinks) return 0;
+        return exp2(splat((args.sinks[head] - maximum * args.scale) * LOG2_E))[0];
+    }
+
     // Scores become weights; `rescale` is what the sums so far must be multiplied by.
     template <bool IS_MASKED>
     void weigh(const Unit& unit, int64_t n, float* maxima, float* totals) {
@@ -336,10 +351,10 @@ class Attention {
     void give_results(const Unit& unit, int64_t first) {
         int64_t token = args.query_starts[unit.row] + unit.token;
         for (int64_t q = 0; q < unit.tokens * group; q++) {
-            int64_t head = (token + q / group) * args.num_heads + unit.head * group + q % group;
-            T* out = (T*)args.out + head * args.head_dim;
+            int64_t head = unit.head * group + q % group;
+            T* out = (T*)args.out + ((token + q / group) * args.num_heads + head) * args.head_dim;
             const float* row = sums + (first + q) * columns;
-            vf factor = splat(1.0f / sum(load(totals + (first + q) * W)));
+            vf factor = splat(1.0f / (sum(load(totals + (first + q) * W)) + sink_weight(head, maxima[first + q])));
             for (int64_t d = 0; d < args.head_dim; d += W) store(out + d, load(row + d) * factor, args.head_dim - d);
         }
     }

@@ -24,9 +24,9 @@ BY_WORDS(gemm)
 
 EXPORT(gemm_gated)
 (const void* x, const void* packed, const void* bias, void* out, int64_t x_stride, int64_t rows, int64_t out_features,
- int64_t steps, int32_t threads) {
+ int64_t steps, int32_t threads, int32_t is_gelu) {
     LinearArguments args = arguments(x, packed, bias, out, x_stride, rows, out_features, steps);
-    linear_in_parts<Gated>(args, parts_of<Gated>(args, threads), [&](int) { return Gated{args}; });
+    linear_in_parts<Gated>(args, parts_of<Gated>(args, threads), [&](int) { return Gated{args, is_gelu != 0}; });
 }
 BY_WORDS(gemm_gated)
 

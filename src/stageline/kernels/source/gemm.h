@@ -1,4 +1,5 @@
 // Linear layers in bfloat16: y = x Wᵀ + b, with weights packed once; and what may follow a product before it is stored.
+// The products themselves can also be of float32 (experts.h uses both).
 //
 // One idea: a panel of 32 packed columns meets every tile of rows while it is in the second-level cache, and meanwhile
 // the tiles fetch the next panel: memory is read once, at its own pace, and nobody waits for it. A row's sums run over
@@ -69,10 +70,11 @@ struct Stored {
     }
 };
 
-// silu(gate) * up, as bfloat16, rounded once.
+// activated(gate) * up, as bfloat16, rounded once.
 struct Gated {
     static constexpr int COLUMNS = GATED;
     const LinearArguments& args;
+    bool is_gelu;
 
     void operator()(int64_t row, int64_t column, const float* sums) const {
         bf16* out = (bf16*)args.out + row * args.out_features;
@@ -83,7 +85,7 @@ struct Gated {
                 gate = gate + load(args.bias + column + c, n - c);
                 up = up + load(up_bias + column + c, n - c);
             }
-            store(out + column + c, silu(gate) * up, n - c);
+            store(out + column + c, activated(gate, is_gelu) * up, n - c);
         }
     }
 };
@@ -118,6 +120,7 @@ struct Largest {
 };
 
 // Fetches ahead: a single tile fetches its own panel's continuation, several share the fetching of what comes next.
+template <class T>
 static void multiply_block(const LinearArguments& args, const RowTiles& tiles, int64_t tile, const uint32_t* x,
                            const uint32_t* block, int64_t steps, float* sums, const float* ones) {
     int64_t first = tiles.begin(tile), count = tiles.begin(tile + 1) - first;
@@ -125,11 +128,11 @@ static void multiply_block(const LinearArguments& args, const RowTiles& tiles, i
     Ahead ahead;
     if (tiles.count == 1) {
         bool is_memory_bound = count <= 4;
-        function = is_memory_bound ? tile_function<bf16, ROWS_PER_TILE, 2, 3>(count)
-                                   : tile_function<bf16, ROWS_PER_TILE, 2, 2>(count);
+        function = is_memory_bound ? tile_function<T, ROWS_PER_TILE, 2, 3>(count)
+                                   : tile_function<T, ROWS_PER_TILE, 2, 2>(count);
         ahead = {(const char*)block + BYTES_AHEAD_IN_ONE_PASS, PANEL * 4};
     } else {
-        function = tile_function<bf16, ROWS_PER_TILE, 1, 2>(count);
+        function = tile_function<T, ROWS_PER_TILE, 1, 2>(count);
         ahead = {(const char*)(block + (steps + steps * tile / tiles.count) * PANEL),
                  (PANEL * 4 + tiles.count - 1) / tiles.count};
     }
@@ -141,8 +144,8 @@ INLINE int64_t rows_at_once(int64_t steps) {
     return rows < MIN_ROWS_AT_ONCE ? MIN_ROWS_AT_ONCE : rows > MAX_ROWS_AT_ONCE ? MAX_ROWS_AT_ONCE : rows;
 }
 
-// The panels in [begin, end).
-template <class Finish>
+// The panels in [begin, end). T: what x and the weights are of.
+template <class T = bf16, class Finish>
 static void linear(const LinearArguments& args, const Finish& finish, int64_t begin, int64_t end) {
     alignas(64) float sums[MAX_ROWS_AT_ONCE * PANEL];
     float ones[ROWS_PER_TILE];
@@ -156,7 +159,7 @@ static void linear(const LinearArguments& args, const Finish& finish, int64_t be
             for (int64_t s = 0; s < args.steps; s += STEPS_AT_ONCE) {
                 int64_t steps = args.steps - s < STEPS_AT_ONCE ? args.steps - s : STEPS_AT_ONCE;
                 for (int64_t tile = 0; tile < tiles.count; tile++) {
-                    multiply_block(args, tiles, tile, x + s, panel + s * PANEL, steps, sums, s ? ones : nullptr);
+                    multiply_block<T>(args, tiles, tile, x + s, panel + s * PANEL, steps, sums, s ? ones : nullptr);
                     if (s + steps < args.steps) continue;
                     for (int64_t r = tiles.begin(tile); r < tiles.begin(tile + 1); r++)
                         finish(start + r, p * Finish::COLUMNS, sums + r * PANEL);

@@ -19,11 +19,12 @@ BY_WORDS(quantized_linear)
 
 // The plan has two matrices of the same size, the gate first. x: [num_rows][columns] -> out: [num_rows][size].
 EXPORT(quantized_gated)
-(const QuantizedPlan* plan, const void* x, int64_t num_rows, void* out, int32_t threads, int32_t is_bf16) {
+(const QuantizedPlan* plan, const void* x, int64_t num_rows, void* out, int32_t threads, int32_t is_gelu,
+ int32_t is_bf16) {
     if (is_bf16)
-        quantized_gated(*plan, (const bf16*)x, num_rows, (bf16*)out, threads);
+        quantized_gated(*plan, (const bf16*)x, num_rows, (bf16*)out, threads, is_gelu);
     else
-        quantized_gated(*plan, (const float*)x, num_rows, (float*)out, threads);
+        quantized_gated(*plan, (const float*)x, num_rows, (float*)out, threads, is_gelu);
 }
 BY_WORDS(quantized_gated)
 

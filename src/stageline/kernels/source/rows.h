@@ -29,12 +29,52 @@ static void rms_norm(const T* x, const T* residual, const T* weight, T* total, T
     }
 }
 
+// total = x + residual, rounded to T.
 template <class T>
-static void silu_and_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
+static void add(const T* x, const T* residual, T* total, int64_t count) {
+    for (int64_t c = 0; c < count; c += W) store(total + c, load(x + c, count - c) + load(residual + c, count - c), count - c);
+}
+
+// In place, rounded to T.
+template <class T>
+static void scale(T* x, int64_t count, float factor) {
+    for (int64_t c = 0; c < count; c += W) store(x + c, load(x + c, count - c) * splat(factor), count - c);
+}
+
+// Parts of a row one behind the other, each with a norm of its own but the same weight: out = round(x / rms(x)) * weight.
+template <class T>
+INLINE void normalize_parts(T* x, const T* weight, int64_t parts, int64_t size, float eps) {
+    for (int64_t p = 0; p < parts; p++, x += size) rms_norm<T>(x, nullptr, weight, nullptr, x, 1, size, eps);
+}
+
+struct NormalizeArguments {
+    void* heads;
+    const void* query_weight;
+    const void* key_weight;
+    int64_t num_tokens;
+    int64_t row_size;
+    int64_t query_parts, query_size;
+    int64_t key_parts, key_size;
+    float eps;
+};
+
+// The queries and keys of each row, in place; what comes behind them is left alone.
+template <class T>
+static void normalize_heads(const NormalizeArguments& args) {
+    for (int64_t t = 0; t < args.num_tokens; t++) {
+        T* row = (T*)args.heads + t * args.row_size;
+        normalize_parts(row, (const T*)args.query_weight, args.query_parts, args.query_size, args.eps);
+        normalize_parts(row + args.query_parts * args.query_size, (const T*)args.key_weight, args.key_parts,
+                        args.key_size, args.eps);
+    }
+}
+
+template <class T>
+static void activate_and_mul(const T* gate_up, T* out, int64_t rows, int64_t size, bool is_gelu) {
     for (int64_t r = 0; r < rows; r++, gate_up += 2 * size, out += size)
         for (int64_t c = 0; c < size; c += W) {
             vf gate = load(gate_up + c, size - c), up = load(gate_up + size + c, size - c);
-            store(out + c, rounded<T>(silu(gate)) * up, size - c);
+            store(out + c, rounded<T>(activated(gate, is_gelu)) * up, size - c);
         }
 }
 
@@ -77,13 +117,14 @@ struct RotateArguments {
     int64_t num_kv_heads;
     int64_t head_dim;
     int64_t block_size;
+    int64_t half;  // pairs of a head that are rotated: (i, i + half)
 };
 
 // Queries and keys are rotated in place, and values made finite; keys and values go into the cache. Without a cosine
 // nothing is rotated.
 template <class T>
 static void rotate_and_store(const RotateArguments& args) {
-    int64_t d = args.head_dim, half = d / 2, heads_per_token = args.num_heads + 2 * args.num_kv_heads;
+    int64_t d = args.head_dim, half = args.half, heads_per_token = args.num_heads + 2 * args.num_kv_heads;
     for (int64_t t = 0; t < args.num_tokens; t++) {
         T* heads = (T*)args.heads + t * heads_per_token * d;
         if (args.cosine) {

@@ -225,6 +225,17 @@ constexpr float LOG2_E = 1.44269504f;
 
 INLINE vf silu(vf x) { return x / (splat(1.0f) + exp2(x * splat(-LOG2_E))); }
 
+// x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))), which is x times the sigmoid of twice the tanh's argument.
+INLINE vf gelu_tanh(vf x) {
+    vf twice = x * fma(x * x, splat(2.0f * 0.7978845608f * 0.044715f), splat(2.0f * 0.7978845608f));
+    return x / (splat(1.0f) + exp2(twice * splat(-LOG2_E)));
+}
+
+// What a gated MLP does to its gate.
+INLINE vf activated(vf gate, bool is_gelu) { return is_gelu ? gelu_tanh(gate) : silu(gate); }
+
+INLINE vf tanh(vf x) { return splat(1.0f) - splat(2.0f) / (splat(1.0f) + exp2(x * splat(2.0f * LOG2_E))); }
+
 // acc + a * b, where a 32-bit lane is one float or two bfloat16.
 template <class T>
 INLINE vf dot(vf acc, vu a, vu b) {

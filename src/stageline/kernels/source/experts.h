@@ -1,0 +1,278 @@
+// A mixture of experts: each token is computed by a few of many gated MLPs, which a router chooses for it.
+//
+// One idea: rows are put in the order of their experts, so each chosen expert is two ordinary products (gemm.h) over
+// consecutive rows, and no other expert's weights are read. A row's sums, and the order in which its experts' results
+// are added up, do not depend on what other rows chose.
+#pragma once
+#include <atomic>
+
+#include "gemm.h"
+
+namespace STAGELINE_VARIANT {
+
+constexpr int64_t MAX_EXPERTS = 1024;
+constexpr int64_t PANELS_AT_ONCE = 4;  // of one expert, as a piece of work for a thread
+
+// The same for all calls of a layer; experts.py has the same fields.
+struct ExpertsPlan {
+    const uint32_t* const* gate_up;  // [experts] packed, the gate first
+    const uint32_t* const* down;     // [experts] packed
+    const float* gate_up_bias;       // [experts][2 size], the gate's first, or null
+    const float* down_bias;          // [experts][hidden] or null
+    const float* selection_bias;     // [experts]; takes part in choosing only; or null
+    int64_t num_experts, num_chosen, hidden, size;
+    int64_t num_groups, num_chosen_groups, group_score_experts;
+    int64_t is_sigmoid, normalizes, is_clamped;
+    float weight_factor, alpha, limit;
+};
+
+// What a call works on between its steps; laid out in memory that the caller gives.
+template <class T>
+struct ExpertsScratch {
+    int32_t* chosen;   // [tokens][num_chosen] experts
+    float* weights;    // [tokens][num_chosen]
+    int64_t* places;   // [tokens][num_chosen] where the rows stand when ordered by expert
+    int64_t* starts;   // [experts + 1] first row of each
+    int64_t* active;   // [experts] those that have rows
+    T* rows;           // [tokens * num_chosen][hidden]
+    T* gated;          // [tokens * num_chosen][size]
+    float* results;    // [tokens * num_chosen][hidden]
+    char* end;
+
+    ExpertsScratch(const ExpertsPlan& plan, int64_t tokens, char* cursor) {
+        const int64_t n = tokens * plan.num_chosen;
+        rows = take<T>(cursor, n * plan.hidden);
+        gated = take<T>(cursor, n * plan.size);
+        results = take<float>(cursor, n * plan.hidden);
+        chosen = take<int32_t>(cursor, n);
+        weights = take<float>(cursor, n);
+        places = take<int64_t>(cursor, n);
+        starts = take<int64_t>(cursor, plan.num_experts + 1);
+        active = take<int64_t>(cursor, plan.num_experts);
+        end = cursor;
+    }
+
+   private:
+    template <class P>
+    static P* take(char*& cursor, int64_t count) {
+        P* taken = (P*)cursor;
+        cursor += (count * sizeof(P) + 63) / 64 * 64;
+        return taken;
+    }
+};
+
+INLINE vf sigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + exp2(x * splat(-LOG2_E))); }
+
+// Chooses a token's experts.
+class ExpertChoice {
+   public:
+    explicit ExpertChoice(const ExpertsPlan& plan) : plan(plan) {}
+
+    void choose(const float* logits, int32_t* chosen, float* weights) {
+        score(logits);
+        for (int64_t e = 0; e < plan.num_experts; e++)
+            ranks[e] = plan.selection_bias ? scores[e] + plan.selection_bias[e] : scores[e];
+        if (plan.num_chosen_groups < plan.num_groups) drop_groups();
+        float total = 0;
+        for (int64_t j = 0; j < plan.num_chosen; j++) {
+            const int64_t best = take_best(ranks, 0, plan.num_experts);
+            chosen[j] = (int32_t)best;
+            weights[j] = scores[best];
+            total += scores[best];
+        }
+        const float factor = plan.normalizes ? plan.weight_factor / (total + 1e-20f) : plan.weight_factor;
+        for (int64_t j = 0; j < plan.num_chosen; j++) weights[j] *= factor;
+    }
+
+   private:
+    const ExpertsPlan& plan;
+    alignas(64) float scores[MAX_EXPERTS];
+    float ranks[MAX_EXPERTS];
+    float of_group[MAX_EXPERTS], group_scores[MAX_EXPERTS];
+    static constexpr float TAKEN = -__builtin_inff();
+
+    void score(const float* logits) {
+        const int64_t n = plan.num_experts;
+        if (plan.is_sigmoid) {
+            for (int64_t e = 0; e < n; e += W) store(scores + e, sigmoid(load(logits + e, n - e)), n - e);
+            return;
+        }
+        float most = logits[0], total = 0;
+        for (int64_t e = 1; e < n; e++) most = logits[e] > most ? logits[e] : most;
+        for (int64_t e = 0; e < n; e += W)
+            store(scores + e, exp2((load(logits + e, n - e) - splat(most)) * splat(LOG2_E)), n - e);
+        for (int64_t e = 0; e < n; e++) total += scores[e];
+        for (int64_t e = 0; e < n; e++) scores[e] /= total;
+    }
+
+    // The place of the largest that was not taken, of equals the first; it is taken now.
+    static int64_t take_best(float* values, int64_t begin, int64_t end) {
+        int64_t best = begin;
+        while (best + 1 < end && values[best] == TAKEN) best++;
+        for (int64_t i = best + 1; i < end; i++)
+            if (values[i] > values[best]) best = i;
+        values[best] = TAKEN;
+        return best;
+    }
+
+    // Takes all experts of the groups whose best experts score least.
+    void drop_groups() {
+        const int64_t size = plan.num_experts / plan.num_groups;
+        for (int64_t g = 0; g < plan.num_groups; g++) {
+            memcpy(of_group, ranks + g * size, size * sizeof(float));
+            group_scores[g] = 0;
+            for (int64_t j = 0; j < plan.group_score_experts; j++) {
+                float best = TAKEN;
+                int64_t place = 0;
+                for (int64_t i = 0; i < size; i++)
+                    if (of_group[i] > best) best = of_group[i], place = i;
+                group_scores[g] += best;
+                of_group[place] = TAKEN;
+            }
+        }
+        bool is_kept[MAX_EXPERTS] = {};
+        for (int64_t j = 0; j < plan.num_chosen_groups; j++) is_kept[take_best(group_scores, 0, plan.num_groups)] = true;
+        for (int64_t e = 0; e < plan.num_experts; e++)
+            if (!is_kept[e / size]) ranks[e] = TAKEN;
+    }
+};
+
+// The first half of an expert: silu(gate) * up, or its clamped form with a sigmoid of its own gain.
+template <class T>
+struct ExpertGate {
+    static constexpr int COLUMNS = GATED;
+    const ExpertsPlan& plan;
+    const float* bias;
+    T* out;
+
+    void operator()(int64_t row, int64_t column, const float* sums) const {
+        for (int64_t c = 0, n = plan.size - column; c < GATED && c < n; c += W) {
+            vf gate = load(sums + c), up = load(sums + GATED + c);
+            if (bias) {
+                gate = gate + load(bias + column + c, n - c);
+                up = up + load(bias + plan.size + column + c, n - c);
+            }
+            store(out + row * plan.size + column + c, plan.is_clamped ? clamped(gate, up) : silu(gate) * up, n - c);
+        }
+    }
+
+    vf clamped(vf gate, vf up) const {
+        const vf limit = splat(plan.limit);
+        gate = minimum(gate, limit);
+        up = minimum(maximum(up, -limit), limit);
+        return gate * sigmoid(gate * splat(plan.alpha)) * (up + splat(1.0f));
+    }
+};
+
+struct ExpertDown {
+    static constexpr int COLUMNS = PANEL;
+    const ExpertsPlan& plan;
+    const float* bias;
+    float* out;
+
+    void operator()(int64_t row, int64_t column, const float* sums) const {
+        for (int64_t c = 0, n = plan.hidden - column; c < PANEL && c < n; c += W) {
+            vf y = load(sums + c);
+            if (bias) y = y + load(bias + column + c, n - c);
+            store(out + row * plan.hidden + column + c, y, n - c);
+        }
+    }
+};
+
+// x, shared, out: [tokens][hidden]. shared: added to the experts' sum, or null; shared_gate: [tokens], its sigmoid weights
+// what is shared; or null.
+template <class T>
+class Experts {
+   public:
+    Experts(const ExpertsPlan& plan, const T* x, int64_t tokens, char* scratch, int threads)
+        : plan(plan), x(x), tokens(tokens), threads(threads), scratch(plan, tokens, scratch) {}
+
+    void run(const float* logits, const T* shared, const float* shared_gate, T* out) {
+        choose(logits);
+        order();
+        const int64_t hidden_steps = plan.hidden / PER_WORD, size_steps = plan.size / PER_WORD;
+        for_each_piece((plan.size + GATED - 1) / GATED, hidden_steps, [&](int64_t e, int64_t begin, int64_t end) {
+            LinearArguments args = arguments(e, scratch.rows, plan.gate_up[e], plan.hidden, plan.size, hidden_steps);
+            const float* bias = plan.gate_up_bias ? plan.gate_up_bias + e * 2 * plan.size : nullptr;
+            linear<T>(args, ExpertGate<T>{plan, bias, scratch.gated + scratch.starts[e] * plan.size}, begin, end);
+        });
+        for_each_piece((plan.hidden + PANEL - 1) / PANEL, size_steps, [&](int64_t e, int64_t begin, int64_t end) {
+            LinearArguments args = arguments(e, scratch.gated, plan.down[e], plan.size, plan.hidden, size_steps);
+            const float* bias = plan.down_bias ? plan.down_bias + e * plan.hidden : nullptr;
+            linear<T>(args, ExpertDown{plan, bias, scratch.results + scratch.starts[e] * plan.hidden}, begin, end);
+        });
+        for (int64_t t = 0; t < tokens; t++) combine(t, shared, shared_gate, out);
+    }
+
+   private:
+    static constexpr int64_t PER_WORD = 4 / sizeof(T);
+    const ExpertsPlan& plan;
+    const T* x;
+    int64_t tokens;
+    int threads;
+    ExpertsScratch<T> scratch;
+    int64_t num_active = 0;
+
+    void choose(const float* logits) {
+        ExpertChoice choice(plan);
+        for (int64_t t = 0; t < tokens; t++)
+            choice.choose(logits + t * plan.num_experts, scratch.chosen + t * plan.num_chosen,
+                          scratch.weights + t * plan.num_chosen);
+    }
+
+    void order() {
+        const int64_t n = tokens * plan.num_chosen;
+        int64_t* starts = scratch.starts;
+        memset(starts, 0, (plan.num_experts + 1) * sizeof(int64_t));
+        for (int64_t i = 0; i < n; i++) starts[scratch.chosen[i] + 1]++;
+        for (int64_t e = 0; e < plan.num_experts; e++) {
+            if (starts[e + 1]) scratch.active[num_active++] = e;
+            starts[e + 1] += starts[e];
+        }
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t place = scratch.places[i] = starts[scratch.chosen[i]]++;
+            memcpy(scratch.rows + place * plan.hidden, x + i / plan.num_chosen * plan.hidden, plan.hidden * sizeof(T));
+        }
+        for (int64_t e = plan.num_experts; e > 0; e--) starts[e] = starts[e - 1];
+        starts[0] = 0;
+    }
+
+    LinearArguments arguments(int64_t e, const T* rows, const uint32_t* packed, int64_t in_features,
+                              int64_t out_features, int64_t steps) const {
+        const int64_t first = scratch.starts[e];
+        return {(const uint32_t*)(rows + first * in_features), packed, nullptr, nullptr, steps,
+                scratch.starts[e + 1] - first, out_features, steps};
+    }
+
+    // Calls work(expert, first panel, end) for all panels of the experts that have rows; threads take pieces as they come.
+    template <class Work>
+    void for_each_piece(int64_t panels, int64_t steps, const Work& work) const {
+        const double bytes = (double)panels * steps * PANEL * 4;
+        const int parts = worth_sharing(threads, num_active * bytes, tokens * plan.num_chosen * bytes, BF16_FLOPS_PER_S);
+        const int64_t per_expert = (panels + PANELS_AT_ONCE - 1) / PANELS_AT_ONCE, pieces = num_active * per_expert;
+        std::atomic<int64_t> next{0};
+        Crew::run(parts, [&](int) {
+            for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+                const int64_t begin = i % per_expert * PANELS_AT_ONCE, end = begin + PANELS_AT_ONCE;
+                work(scratch.active[i / per_expert], begin, end < panels ? end : panels);
+            }
+        });
+    }
+
+    // A token's results, weighted, in the order in which its experts were chosen.
+    void combine(int64_t t, const T* shared, const float* shared_gate, T* out) const {
+        const int64_t* places = scratch.places + t * plan.num_chosen;
+        const float* weights = scratch.weights + t * plan.num_chosen;
+        const vf share = shared_gate ? sigmoid(splat(shared_gate[t])) : splat(1.0f);
+        for (int64_t c = 0; c < plan.hidden; c += W) {
+            const int64_t n = plan.hidden - c;
+            vf sum = {};
+            for (int64_t j = 0; j < plan.num_chosen; j++)
+                sum = fma(load(scratch.results + places[j] * plan.hidden + c, n), splat(weights[j]), sum);
+            if (shared) sum = fma(load(shared + t * plan.hidden + c, n), share, sum);
+            store(out + t * plan.hidden + c, sum, n);
+        }
+    }
+};
+
+}  // namespace STAGELINE_VARIANT
