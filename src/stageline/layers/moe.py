@@ -129,7 +129,7 @@ class TorchExperts:
         results = torch.empty(num_tokens * num_chosen, x.shape[1], dtype=torch.float32, device=x.device)
         if parts:
             results.index_copy_(0, order, torch.cat(parts).float())
-        total = (results.view(num_tokens, num_chosen, -1) * weights.unsqueeze(-1)).sum(1)
+        total = (results.view(num_tokens, num_chosen, x.shape[1]) * weights.unsqueeze(-1)).sum(1)
         if shared is not None:
             total += shared.float() if shared_gate is None else shared.float() * shared_gate.sigmoid()
         return total.to(x.dtype)
