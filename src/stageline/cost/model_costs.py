@@ -146,8 +146,9 @@ class ModelCosts:
 
     @property
     def num_parameters(self) -> float:
-        ends = self.embedding.num_parameters + (0.0 if self.shares_head else self.head.num_parameters)
-        return ends + sum(layer.num_parameters for layer in self.layers)
+        shared = self.embedding.num_parameters if self.shares_head else 0.0
+        items = (self.embedding, *self.layers, self.head)
+        return sum(item.num_parameters for item in items) - shared
 
     @property
     def num_active(self) -> float:
@@ -156,8 +157,12 @@ class ModelCosts:
 
     @property
     def weight_bytes(self) -> float:
-        ends = self.embedding.weight_bytes() + (0.0 if self.shares_head else self.head.weight_bytes())
-        return ends + sum(layer.weight_bytes() for layer in self.layers)
+        items = (self.embedding, *self.layers, self.head)
+        return sum(item.weight_bytes() for item in items) - self.shared_bytes()
+
+    def shared_bytes(self, num_devices: int = 1) -> float:
+        """What each device of a stage with both ends saves because they are one matrix."""
+        return self.embedding.weight_bytes(num_devices) if self.shares_head else 0.0
 
     @property
     def kv_bytes_per_token(self) -> float:
