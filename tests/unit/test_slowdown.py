@@ -6,20 +6,35 @@ import pytest
 
 from stageline.config.environment import Variable, inject_slowdown
 from stageline.errors import ConfigError
-from stageline.pipeline.slowdown import Slowdown, parse_slowdown
+from stageline.pipeline.slowdown import AS_FAST_AS_IT_IS, Slowdown, StageSlowdown, parse_slowdown
 from stageline.worker.stretch import Stretch
 
 
 def test_stages_and_links_are_slowed_as_asked():
     variable = inject_slowdown({"STAGELINE_INJECT_SLOWDOWN": "s1:1.5, link0:2ms,link1:250us"})
     slowdown = parse_slowdown(variable, 3)
-    assert slowdown == Slowdown((1.0, 1.5, 1.0), (pytest.approx(2e-3), pytest.approx(2.5e-4)))
+    stages = (AS_FAST_AS_IT_IS, StageSlowdown(1.5), AS_FAST_AS_IT_IS)
+    assert slowdown == Slowdown(stages, (pytest.approx(2e-3), pytest.approx(2.5e-4)))
     assert [slowdown.input_delay_s(stage) for stage in range(3)] == [0.0, pytest.approx(2e-3), pytest.approx(2.5e-4)]
 
 
 @pytest.mark.parametrize("environ", [{}, {"STAGELINE_INJECT_SLOWDOWN": ""}])
 def test_nothing_is_slowed_unasked(environ):
-    assert parse_slowdown(inject_slowdown(environ), 2) == Slowdown((1.0, 1.0), (0.0,))
+    assert parse_slowdown(inject_slowdown(environ), 2) == Slowdown((AS_FAST_AS_IT_IS,) * 2, (0.0,))
+
+
+def test_a_slowdown_may_begin_with_a_later_microbatch():
+    slowdown = parse_slowdown(Variable("STAGELINE_INJECT_SLOWDOWN", "s1:3@m50"), 2)
+    assert slowdown.stages == (AS_FAST_AS_IT_IS, StageSlowdown(3.0, 50))
+    clock = CountingClock()
+    stretch = Stretch(slowdown.stages[1], clock)
+    for microbatch, longer in ((49, False), (50, True)):
+        stretch.at(microbatch)
+        stretch.begin()
+        clock.time_s += 4e-5
+        before_s = clock.time_s
+        stretch.end()
+        assert (clock.time_s - before_s > 5e-5) is longer
 
 
 @pytest.mark.parametrize(
@@ -29,6 +44,7 @@ def test_nothing_is_slowed_unasked(environ):
         ("s1:0.5", "at least 1"),
         ("link1:2ms", "1 links"),
         ("link0:2", "such as link0:2ms"),
+        ("s1:2@50", "such as s1:1.5"),
         ("s1=2", "such as s1:1.5"),
     ],
 )
@@ -51,7 +67,7 @@ class CountingClock:
 
 def test_a_stretched_time_is_as_many_times_as_long_and_what_comes_between_is_not_stretched():
     clock = CountingClock()
-    stretch = Stretch(3.0, clock)
+    stretch = Stretch(StageSlowdown(3.0), clock)
     stretch.begin()
     clock.time_s += 4e-5
     before_s = clock.time_s

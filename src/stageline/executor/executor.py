@@ -56,8 +56,20 @@ class Executor(Protocol):
         """Which layers each stage holds; what a calibration says is known after `load`."""
         ...
 
-    def allocate(self, limits: MicrobatchLimits) -> None:
-        """Make the KV cache on every stage."""
+    def allocate(self, limits: MicrobatchLimits, epoch: int = 0, first_microbatch: int = 0) -> None:
+        """Make the KV cache on every stage, anew if there is one; nothing may be in flight.
+
+        Args:
+            epoch, first_microbatch: of the next microbatch; others are refused.
+        """
+        ...
+
+    def repartition(self, stages: tuple[StageLayers, ...]) -> list[StageLoaded]:
+        """Cut the layers otherwise, with nothing in flight: every stage keeps what it has of its layers and reads the
+        others. There is no KV cache until the next `allocate`.
+
+        Returns: one report per stage, as `load` does.
+        """
         ...
 
     def launch(self, microbatch: Microbatch) -> None:

@@ -35,7 +35,10 @@ _LONGEST_WAIT_S = 3600.0
 
 
 class InProcessExecutor:
-    """See `stageline.executor.executor.Executor`. A microbatch runs through all stages while it is waited for."""
+    """See `stageline.executor.executor.Executor`. A microbatch runs through all stages while it is waited for.
+
+    Nothing is gained by look-ahead here, and no microbatch may have pending rows.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,8 @@ class InProcessExecutor:
         self._stages: list[Stage] = []
         self._timers: list[ItemTimer] = []
         self._accounts = [StageAccount(part.stage_index) for part in partition]
+        self._is_allocated = False
+        self._on_progress: OnProgress = _nobody_listens
         self._is_counters_asked = False
         self._spans_question: tuple[float, int | None] | None = None
         self._launched: deque[Microbatch] = deque()
@@ -68,6 +73,7 @@ class InProcessExecutor:
     def load(self, on_progress: OnProgress | None = None) -> list[StageLoaded]:
         from stageline.worker.build import build_stage
 
+        self._on_progress = on_progress or self._on_progress
         reports = []
         for part in self._partition:
             index = part.stage_index
@@ -80,18 +86,33 @@ class InProcessExecutor:
                 max_model_len=self._max_model_len,
                 clock=self._clock,
                 recorder=self._recorder,
-                on_progress=lambda read, total, index=index: on_progress and on_progress(index, read, total),  # type: ignore[misc]
+                on_progress=lambda read, total, index=index: self._on_progress(index, read, total),  # type: ignore[misc]
                 slowdown=self._slowdown.stages[index],
             )
             self._stages.append(stage)
             reports.append(report)
+        self._on_progress = _nobody_listens
         return reports
 
-    def allocate(self, limits: MicrobatchLimits) -> None:
+    def allocate(self, limits: MicrobatchLimits, epoch: int = 0, first_microbatch: int = 0) -> None:
         for stage in self._stages:
             stage.allocate_kv(limits)
-        for account in self._accounts:
-            account.start(self._clock.now_s())
+        if not self._is_allocated:
+            for account in self._accounts:
+                account.start(self._clock.now_s())
+        self._is_allocated = True
+
+    def repartition(self, stages: tuple[StageLayers, ...]) -> list[StageLoaded]:
+        from stageline.worker.build import change_layers
+
+        self._check_alive()
+        self._partition, self._timers = stages, []
+        for stage in self._stages:
+            stage.release_kv()
+        return [
+            change_layers(self._checkpoint, stage, part, self._config.quantization)
+            for stage, part in zip(self._stages, stages, strict=True)
+        ]
 
     def launch(self, microbatch: Microbatch) -> None:
         self._check_alive()
@@ -195,6 +216,10 @@ class InProcessExecutor:
         self.wakeup.close()
         if self._loss is None:
             self._loss = StagelineError("the engine was closed")
+
+
+def _nobody_listens(_stage_index: int, _num_bytes_read: int, _num_bytes_total: int) -> None:
+    pass
 
 
 def _loss_of(stage_index: int, error: Exception) -> StagelineError:

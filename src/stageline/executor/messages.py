@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from stageline.links.keys import ClusterKey, LinkSecurity
 from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
+from stageline.pipeline.slowdown import AS_FAST_AS_IT_IS, StageSlowdown
 from stageline.timeline.span import Span
 from stageline.timeline.stage_counters import StageCounters
 
@@ -23,6 +25,27 @@ class Calibration(msgspec.Struct, frozen=True):
     block_size: int
 
 
+class LinkAccess(msgspec.Struct, frozen=True):
+    """How a process's TCP links are protected, on its way to that process; never sent to another machine.
+
+    Args:
+        key: the cluster key's text form; a secret.
+        is_insecure: without a key, links to other machines are open to anybody.
+    """
+
+    key: str | None = None
+    is_insecure: bool = False
+
+    def __repr__(self) -> str:
+        return f"LinkAccess(has_key={self.key is not None}, is_insecure={self.is_insecure})"
+
+    def security(self) -> LinkSecurity | None:
+        """None keeps TCP to this machine's own addresses."""
+        if self.key is not None:
+            return LinkSecurity(ClusterKey.parse(self.key, "this process's configuration"))
+        return LinkSecurity(None) if self.is_insecure else None
+
+
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a stage's process needs to start; it gets it by its standard input.
 
@@ -32,7 +55,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         socket_folder: where the sockets are; to be removed if the engine cannot.
         engine_address: where its answers go.
         control_address, ping_address, input_address: where it listens; the first stage has no input.
+        caller_name: if set, the engine is on another machine: this stage calls it at `engine_address`, as
+            `caller_name.control` and `caller_name.ping`, for what it would otherwise listen for.
+        access: how its TCP links are protected.
         output_address: where its activations go; None for the last stage.
+        token_input_address: where the first stage gets sampled tokens from the last; None on others, for a single stage,
+            and without look-ahead.
+        token_output_address: the same address, for the last stage.
         slowdown, input_delay_s: faults for tests; see `stageline.pipeline.slowdown.Slowdown`.
         calibration: if set, its layers are assigned after it, and the two numbers here mean nothing.
     """
@@ -57,22 +86,31 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ping_address: str
     input_address: str | None
     output_address: str | None
+    token_input_address: str | None = None
+    token_output_address: str | None = None
+    caller_name: str = ""
+    access: LinkAccess = LinkAccess()
     calibration: Calibration | None = None
-    slowdown: float = 1.0
+    slowdown: StageSlowdown = AS_FAST_AS_IT_IS
     input_delay_s: float = 0.0
 
 
 class AssignLayers(msgspec.Struct, frozen=True, array_like=True, tag="assign_layers"):
-    """The answer to a calibration's times: load these layers, half-open."""
+    """Hold these layers, half-open: the answer to a calibration's times, or, when nothing is in flight, another cut.
+
+    Layers that the stage has stay; the KV cache is gone until the next allocation.
+    """
 
     first_layer: int
     end_layer: int
 
 
 class Allocate(msgspec.Struct, frozen=True, array_like=True, tag="allocate"):
-    """Make the KV cache and get ready."""
+    """Make the KV cache, forget every request, and get ready for this microbatch as the first of an epoch."""
 
     limits: MicrobatchLimits
+    epoch: int = 0
+    first_microbatch: int = 0
 
 
 class CollectSpans(msgspec.Struct, frozen=True, array_like=True, tag="collect_spans"):

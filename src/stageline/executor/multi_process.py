@@ -1,4 +1,4 @@
-"""One process per stage on this host: starts them, sends every microbatch to all of them, watches them.
+"""One process per stage, here and perhaps on other machines: sends every microbatch to all of them, watches them.
 
 The engine waits in one place for everything that can happen: a message from a stage, the end of a process, a stage that
 no longer answers pings. Nothing is sent or woken while no work is in flight.
@@ -7,8 +7,6 @@ no longer answers pings. Nothing is sent or woken while no work is in flight.
 from __future__ import annotations
 
 import math
-import os
-import shutil
 import time
 import weakref
 from collections import deque
@@ -19,7 +17,6 @@ from typing import TypeVar
 import zmq
 
 from stageline.clock import Clock
-from stageline.config import environment
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError, FrameError, StagelineError, WorkerLost
 from stageline.executor.executor import CalibrationPlan, OnProgress
@@ -39,18 +36,16 @@ from stageline.executor.messages import (
     Spans,
     StageLoaded,
     Stop,
-    WorkerConfig,
 )
+from stageline.executor.remote_stages import RemoteStages
+from stageline.executor.stage_processes import StageAsked, StageProcesses
 from stageline.executor.watch import Watch
 from stageline.executor.worker_process import WorkerProcess
-from stageline.links.child_process import wait_for_ends
 from stageline.links.frames import MessageDecoder, encode_message
-from stageline.links.sockets import Links, make_ipc_folder
 from stageline.links.wakeup import Wakeup
 from stageline.pipeline.item_times import StageItemTimes
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
 from stageline.pipeline.partition import StageLayers
-from stageline.pipeline.slowdown import parse_slowdown
 from stageline.timeline.span import Span
 from stageline.timeline.stage_counters import StageCounters
 
@@ -71,6 +66,7 @@ class MultiProcessExecutor:
         stages: the partition; with a calibration what there is of it is their number.
         max_model_len: longest request in tokens.
         calibration: lets the stages time some layers first, and cuts the layers by that.
+        remote: the last of the stages, which other machines run.
     """
 
     def __init__(
@@ -81,6 +77,7 @@ class MultiProcessExecutor:
         max_model_len: int,
         clock: Clock,
         calibration: CalibrationPlan | None = None,
+        remote: RemoteStages | None = None,
     ) -> None:
         self.wakeup = Wakeup()
         self.partition = stages
@@ -95,7 +92,8 @@ class MultiProcessExecutor:
         self._spans: dict[int, list[Span]] = {}
         self._is_spans_asked = False
         self._watch = Watch(config.heartbeat_timeout_s, config.load_timeout_s, len(stages), clock.now_s())
-        self._running = _Running(len(stages))
+        self._remote = remote
+        self._running = StageProcesses(len(stages), remote)
         self._finalizer = weakref.finalize(self, self._running.end, 0.0)
         try:
             self._start(model, stages, max_model_len)
@@ -104,45 +102,15 @@ class MultiProcessExecutor:
             raise
 
     def _start(self, model: str, stages: tuple[StageLayers, ...], max_model_len: int) -> None:
-        running, num_stages = self._running, len(stages)
-        slowdown = parse_slowdown(environment.inject_slowdown(), num_stages)
-        address = [f"ipc://{running.folder}/s{index}" for index in range(num_stages)]
-        self._incoming = running.links.receiver(f"ipc://{running.folder}/engine")
-        self._control = [running.links.sender(f"{prefix}.control") for prefix in address]
-        self._pings = [running.links.sender(f"{prefix}.ping") for prefix in address]
+        self._incoming = self._running.listen()
         self._decoder: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
         self._poller = zmq.Poller()
         self._poller.register(self._incoming, zmq.POLLIN)
-        cores = cores_per_stage(num_stages, self._config.threads_per_stage) if self._config.bind_cores else None
-        for stage, prefix in zip(stages, address, strict=True):
-            worker = WorkerProcess(
-                WorkerConfig(
-                    model=model,
-                    stage_index=stage.stage_index,
-                    num_stages=num_stages,
-                    first_layer=stage.layers.start,
-                    end_layer=stage.layers.stop,
-                    dtype=self._config.dtype,
-                    device=self._config.device,
-                    quantization=self._config.quantization,
-                    max_model_len=max_model_len,
-                    max_num_seqs=self._config.max_num_seqs,
-                    max_num_batched_tokens=self._config.max_num_batched_tokens,
-                    num_threads=self._config.threads_per_stage,
-                    cores=cores[stage.stage_index] if cores else [],
-                    log_level=environment.log_level(),
-                    socket_folder=running.folder,
-                    engine_address=f"ipc://{running.folder}/engine",
-                    control_address=f"{prefix}.control",
-                    ping_address=f"{prefix}.ping",
-                    input_address=None if stage.is_first else f"{prefix}.input",
-                    output_address=None if stage.is_last else f"{address[stage.stage_index + 1]}.input",
-                    calibration=self._asked_to_time(),
-                    slowdown=slowdown.stages[stage.stage_index],
-                    input_delay_s=slowdown.input_delay_s(stage.stage_index),
-                )
-            )
-            running.workers.append(worker)
+        if self._remote is not None:
+            self._poller.register(self._remote.socket, zmq.POLLIN)
+        self._running.start(stages, StageAsked(self._config, model, max_model_len, self._asked_to_time()))
+        self._control, self._pings = self._running.channels()
+        for worker in self._running.workers:
             self._poller.register(worker.exit_fd, zmq.POLLIN)
         self._waking_poller = zmq.Poller()
         for source, events in self._poller.sockets:
@@ -162,6 +130,12 @@ class MultiProcessExecutor:
     def load(self, on_progress: OnProgress | None = None) -> list[StageLoaded]:
         if self._calibration is not None:
             self._calibrate(self._calibration)
+        reports = self._gather_reports(on_progress)
+        self._is_loaded = True
+        return reports
+
+    def _gather_reports(self, on_progress: OnProgress | None = None) -> list[StageLoaded]:
+        """From every stage, in order, while it loads."""
         reports: dict[int, StageLoaded] = {}
         while len(reports) < len(self._control):
             message = self._receive(Loading, StageLoaded)
@@ -172,17 +146,24 @@ class MultiProcessExecutor:
                 self._watch.progressed(message.stage_index)
                 if on_progress is not None:
                     on_progress(message.stage_index, message.num_bytes_read, message.num_bytes_total)
-        self._is_loaded = True
         return [reports[index] for index in sorted(reports)]
 
     def _calibrate(self, plan: CalibrationPlan) -> None:
-        self.partition = plan.choose(self._gather(StageItemTimes))
-        for part, socket in zip(self.partition, self._control, strict=True):
+        self._assign(plan.choose(self._gather(StageItemTimes)))
+
+    def _assign(self, stages: tuple[StageLayers, ...]) -> None:
+        self.partition = stages
+        for part, socket in zip(stages, self._control, strict=True):
             self._watch.progressed(part.stage_index)
             socket.send(encode_message(AssignLayers(part.layers.start, part.layers.stop)))
 
-    def allocate(self, limits: MicrobatchLimits) -> None:
-        self._send_to_all(encode_message(Allocate(limits)))
+    def repartition(self, stages: tuple[StageLayers, ...]) -> list[StageLoaded]:
+        self._check_alive()
+        self._assign(stages)
+        return self._gather_reports()
+
+    def allocate(self, limits: MicrobatchLimits, epoch: int = 0, first_microbatch: int = 0) -> None:
+        self._send_to_all(encode_message(Allocate(limits, epoch, first_microbatch)))
         self._gather(Allocated)
 
     def launch(self, microbatch: Microbatch) -> None:
@@ -202,10 +183,10 @@ class MultiProcessExecutor:
         if self._results:
             return self._results.popleft()
         with self._ending_all_on_a_loss():
-            while not self._incoming.poll(0):
+            while (frame := self._next_frame()) is None:
                 if self._wait_for_anything(self._waking_poller, until_s):
                     return None
-            message = self._take_message()
+            message = self._take_message(frame)
             if isinstance(message, MicrobatchResult):
                 return message
             self._check_is_late(message)
@@ -305,9 +286,9 @@ class MultiProcessExecutor:
         """The next message of a wanted kind. Raises: WorkerLost, ConfigError, FrameError; the stages are ended then."""
         with self._ending_all_on_a_loss():
             while True:
-                while not self._incoming.poll(0):
+                while (frame := self._next_frame()) is None:
                     self._wait_for_anything(self._poller)
-                message = self._take_message()
+                message = self._take_message(frame)
                 if isinstance(message, wanted):
                     return message
                 self._check_is_late(message)
@@ -328,8 +309,15 @@ class MultiProcessExecutor:
             self._end(0.0)
             raise
 
-    def _take_message(self) -> FromWorker:
-        message = self._decoder.decode(self._incoming.recv())
+    def _next_frame(self) -> bytes | None:
+        """A message that is there; None if there is none. Raises: WorkerLost if another machine says so."""
+        try:
+            return self._incoming.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None if self._remote is None else self._remote.receive()
+
+    def _take_message(self, frame: bytes) -> FromWorker:
+        message = self._decoder.decode(frame)
         if not isinstance(message, MicrobatchResult):
             if not 0 <= message.stage_index < len(self._control):
                 raise FrameError(f"a message of stage {message.stage_index}; there are {len(self._control)}")
@@ -353,7 +341,7 @@ class MultiProcessExecutor:
         ready = dict(poller.poll(_milliseconds(patience_s)))
         now_s = self._clock.now_s()
         self._watch.look(now_s)
-        if self._incoming in ready:
+        if self._incoming in ready or (self._remote is not None and self._remote.socket in ready):
             return False
         for worker in self._running.workers:
             if worker.exit_fd in ready:
@@ -368,7 +356,7 @@ class MultiProcessExecutor:
         for stage_index in self._watch.stages_to_ask():
             if self._watch.can_answer(stage_index):
                 self._pings[stage_index].send(encode_message(Ping()))
-            elif not self._running.workers[stage_index].is_stopped():
+            elif stage_index >= len(self._running.workers) or not self._running.workers[stage_index].is_stopped():
                 self._watch.heard_of(stage_index)
 
     def _raise_loss_of_ended(self, ended: WorkerProcess) -> None:
@@ -376,44 +364,8 @@ class MultiProcessExecutor:
         patience_s = 0.0 if ended.was_killed() else _LAST_WORDS_S
         deadline_s = time.monotonic() + patience_s
         while self._incoming.poll(_milliseconds(max(0.0, deadline_s - time.monotonic()))):
-            self._take_message()
+            self._take_message(self._incoming.recv())
         raise WorkerLost(ended.stage_index, ended.describe_exit())
-
-
-class _Running:
-    """What has to be ended, also when the executor is garbage or the interpreter leaves."""
-
-    def __init__(self, num_stages: int) -> None:
-        self._owner_pid = os.getpid()
-        self.folder = make_ipc_folder(f"s{num_stages}.control")
-        self.links = Links()
-        self.workers: list[WorkerProcess] = []
-
-    def end(self, patience_s: float) -> None:
-        """End the stages, those at once that have not left after `patience_s`. Can be repeated after an interrupt."""
-        if os.getpid() != self._owner_pid:
-            return  # a process forked off the engine must not end the engine's stages
-        wait_for_ends(self.workers, patience_s)
-        for worker in self.workers:
-            worker.kill()
-        while self.workers:
-            self.workers[-1].reap()
-            self.workers.pop()
-        self.links.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def cores_per_stage(num_stages: int, threads_per_stage: int) -> list[list[int]] | None:
-    """CPU cores for each stage, none shared; None if there are not enough, or the system does not bind."""
-    available = available_cores()
-    if available is None or num_stages * threads_per_stage > len(available):
-        return None
-    return [available[index * threads_per_stage :][:threads_per_stage] for index in range(num_stages)]
-
-
-def available_cores() -> list[int] | None:
-    """The CPU cores that this process may run on; None if the system does not tell."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
 def _milliseconds(duration_s: float) -> int:

@@ -25,11 +25,11 @@ class DecoderStage:
     def __init__(
         self, spec: ModelSpec, layers: range, reader: WeightReader, backend: AttentionBackend, max_model_len: int
     ) -> None:
-        family = load_family(spec.family)(spec, reader, backend, max_model_len)
+        family = self._family = load_family(spec.family)(spec, reader, backend, max_model_len)
         self.is_first = layers.start == 0
         self.is_last = layers.stop == spec.num_layers
         self._embedding = family.embedding() if self.is_first else None
-        self._blocks = [family.block(layer_index) for layer_index in layers]
+        self._block_of = {layer_index: family.block(layer_index) for layer_index in layers}
         self._head = family.head() if self.is_last else None
         self._like = torch.zeros(1, spec.hidden_size, dtype=reader.dtype, device=reader.device)
         self._caches: Sequence[LayerCache] = ()
@@ -42,13 +42,22 @@ class DecoderStage:
             caches: one per layer of the stage, in order.
             max_tokens: of a microbatch.
         """
-        assert len(caches) == len(self._blocks)
+        assert len(caches) == len(self._block_of)
         self._caches = caches
         self._recorded = record_blocks(self._run_blocks, self._like, max_tokens)
 
     def release(self) -> None:
         """Forget the KV cache, so that its memory is free for another."""
         self._caches, self._recorded = (), None
+
+    def hold(self, layers: range) -> None:
+        """Have these layers: those that are there stay, the others are read, the rest is dropped; no cache is in use.
+
+        Raises: CheckpointError.
+        """
+        held = {layer_index: block for layer_index, block in self._block_of.items() if layer_index in layers}
+        self._block_of = held  # what is dropped is free before anything is read
+        self._block_of = {layer: held[layer] if layer in held else self._family.block(layer) for layer in layers}
 
     def forward(
         self, inputs: torch.Tensor, metadata: AttentionMetadata, on_item: Callable[[], None] | None = None
@@ -72,7 +81,7 @@ class DecoderStage:
         """Block after block. Returns: (hidden states, residual), whose sum is the output of the last one."""
         hidden_states: torch.Tensor = inputs
         residual: torch.Tensor | None = None
-        for block, cache in zip(self._blocks, self._caches, strict=True):
+        for block, cache in zip(self._block_of.values(), self._caches, strict=True):
             hidden_states, residual = block(hidden_states, residual, metadata, cache)
             if on_block is not None:
                 on_block()

@@ -11,6 +11,7 @@ from stageline.clock import Clock
 from stageline.errors import ConfigError
 from stageline.executor.messages import StageLoaded
 from stageline.pipeline.partition import StageLayers
+from stageline.pipeline.slowdown import AS_FAST_AS_IT_IS, StageSlowdown
 from stageline.timeline.recorder import Recorder
 from stageline.weights.reader import CheckpointReader
 from stageline.worker.device import free_memory_bytes, resolve_device, resolve_dtype
@@ -32,13 +33,13 @@ def build_stage(
     clock: Clock,
     recorder: Recorder,
     on_progress: Callable[[int, int], None],
-    slowdown: float = 1.0,
+    slowdown: StageSlowdown = AS_FAST_AS_IT_IS,
 ) -> tuple[Stage, StageLoaded]:
     """Read one stage's weights and make it ready for `allocate_kv`.
 
     Args:
         dtype, device, quantization: as asked for, "auto" included.
-        slowdown: how many times as long it shall take to compute; a fault for tests.
+        slowdown: makes it slower than it is; a fault for tests.
         on_progress: called with (bytes read, bytes in all), first with 0 read.
     Raises: ConfigError if the weights do not fit or cannot be read, or would stay quantised off a CPU.
     """
@@ -72,14 +73,40 @@ def build_stage(
             record=recorder.record,
             slowdown=slowdown,
         )
-    report = StageLoaded(
+    return stage, _report(part, stage, weight_bytes)
+
+
+def change_layers(
+    checkpoint: Checkpoint, stage: Stage, part: StageLayers, quantization: str = "none"
+) -> StageLoaded:
+    """Let a stage that has no KV cache hold other layers: those it has stay, the others are read.
+
+    Progress is told as when it was built, and counts on.
+
+    Raises: ConfigError if the layers to be read do not fit or cannot be read.
+    """
+    keeps_quantized, itemsize = quantization != "none", stage.dtype.itemsize
+    stage.drop_layers(part.layers)
+    held = stage_weight_bytes(checkpoint, stage.layers, part.is_first, part.is_last, itemsize, keeps_quantized)
+    weight_bytes = stage_weight_bytes(checkpoint, part.layers, part.is_first, part.is_last, itemsize, keeps_quantized)
+    free_bytes = free_memory_bytes(stage.device)
+    if weight_bytes - held > free_bytes:
+        raise ConfigError(
+            f"its new layers take {weight_bytes - held:,} bytes, but {free_bytes:,} are free on {stage.device}; give "
+            "--pp-layer-partition, and leave --rebalance out"
+        )
+    stage.read_layers(part.layers)
+    return _report(part, stage, weight_bytes)
+
+
+def _report(part: StageLayers, stage: Stage, weight_bytes: int) -> StageLoaded:
+    return StageLoaded(
         stage_index=part.stage_index,
         weight_bytes=weight_bytes,
-        free_bytes=free_memory_bytes(torch_device),
-        memory_pool=str(torch_device),
-        dtype=str(torch_dtype).removeprefix("torch."),
+        free_bytes=free_memory_bytes(stage.device),
+        memory_pool=str(stage.device),
+        dtype=str(stage.dtype).removeprefix("torch."),
     )
-    return stage, report
 
 
 def _in_steps(num_bytes_total: int, on_progress: Callable[[int, int], None]) -> Callable[[int], None]:

@@ -22,6 +22,7 @@ from stageline.models.recorded_blocks import RunBlocks, record_blocks
 from stageline.models.registry import load_family
 from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
 from stageline.pipeline.microbatch import AddedRequest, Microbatch, MicrobatchLimits
+from stageline.pipeline.slowdown import AS_FAST_AS_IT_IS, StageSlowdown
 from stageline.sampling import SamplerSpec
 from stageline.weights.reader import CheckpointReader
 from stageline.worker.device import free_memory_bytes, resolve_device, resolve_dtype, synchronise
@@ -111,7 +112,7 @@ def calibrate(
     device: str,
     quantization: str,
     clock: Clock,
-    slowdown: float = 1.0,
+    slowdown: StageSlowdown = AS_FAST_AS_IT_IS,
 ) -> StageItemTimes:
     """Read a few layers and the stage's ends, run the planned microbatch through them some times, and forget them.
 

@@ -27,12 +27,14 @@ from stageline.pipeline.microbatch import (
     TokenMasks,
     check_microbatch,
 )
+from stageline.pipeline.slowdown import AS_FAST_AS_IT_IS, StageSlowdown
 from stageline.sampling import TokenLogprobs
 from stageline.timeline.span import Span, SpanKind
 from stageline.worker.arrived_masks import ArrivedMasks
 from stageline.worker.device import synchronise
 from stageline.worker.input_buffers import InputBuffers
 from stageline.worker.kv_tensors import allocate_kv_tensors
+from stageline.worker.sampled_tokens import AwaitedTokens, SampledTokens
 from stageline.worker.sampler import Sampler
 from stageline.worker.stretch import Stretch
 
@@ -45,7 +47,8 @@ class PreparedMicrobatch:
     """A microbatch that may be run as soon as its input is there.
 
     Args:
-        token_ids: int64 [tokens] on the device for the first stage, else None.
+        token_ids: int64 [tokens] on the device for the first stage, else None. Those of pending rows are filled in when
+            it is run.
     """
 
     microbatch: Microbatch
@@ -61,7 +64,7 @@ class Stage:
         reader: gives the weights, and with them dtype and device.
         max_model_len: tokens; the longest sequence.
         stage_index: for the spans.
-        slowdown: how many times as long it shall take to compute; a fault for tests.
+        slowdown: makes it slower than it is; a fault for tests.
         record: gets a span "forward" per microbatch and, on the last stage, one "sample"; None records nothing.
     Raises: CheckpointError if a weight is missing or misshapen.
     """
@@ -76,10 +79,10 @@ class Stage:
         stage_index: int = 0,
         clock: Clock | None = None,
         record: Callable[[Span], None] | None = None,
-        slowdown: float = 1.0,
+        slowdown: StageSlowdown = AS_FAST_AS_IT_IS,
     ) -> None:
         self._spec = spec
-        self._num_layers = len(layers)
+        self.layers = layers
         self._stage_index = stage_index
         self._clock = clock or MonotonicClock()
         self._record = record
@@ -89,6 +92,7 @@ class Stage:
             self._decoder = DecoderStage(spec, layers, reader, select_backend(self.device), max_model_len)
         self._sampler: Sampler | None = None
         self._masks = ArrivedMasks(spec.vocab_size)
+        self._sampled = SampledTokens()
         self._limits: MicrobatchLimits | None = None
         self._buffers: InputBuffers | None = None
         self._timer: ItemTimer | None = None
@@ -111,13 +115,30 @@ class Stage:
         self._decoder.release()
         with torch.inference_mode():
             caches = allocate_kv_tensors(
-                self._spec, self._num_layers, limits.num_blocks, limits.block_size, self.dtype, self.device
+                self._spec, len(self.layers), limits.num_blocks, limits.block_size, self.dtype, self.device
             )
         self._decoder.use(caches, limits.max_num_batched_tokens)
         self._limits = limits
         self._buffers = InputBuffers(limits, self.device)
         self._sampler = Sampler(self._spec.vocab_size, self.device) if self.is_last else None
         self._masks = ArrivedMasks(self._spec.vocab_size)
+        self._sampled = SampledTokens()
+
+    def release_kv(self) -> None:
+        """Have no KV cache and know no request until the next `allocate_kv`."""
+        self._decoder.release()
+        self._limits = self._buffers = self._timer = None
+
+    def drop_layers(self, wanted: range) -> None:
+        """Free the weights of layers that are not wanted any more; there is no KV cache."""
+        self.layers = range(max(self.layers.start, wanted.start), min(self.layers.stop, wanted.stop))
+        self._decoder.hold(self.layers)
+
+    def read_layers(self, layers: range) -> None:
+        """Have these layers: those that are there stay, the others are read. Raises: CheckpointError."""
+        with torch.inference_mode():
+            self._decoder.hold(layers)
+        self.layers = layers
 
     def time_items(self, timer: ItemTimer) -> None:
         """Let `timer` follow every microbatch from now on."""
@@ -141,6 +162,7 @@ class Stage:
         metadata = self._buffers.apply_and_build(microbatch)
         if self.is_last:
             self._masks.announce(microbatch)
+            self._sampled.announce(microbatch)
         token_ids = torch.tensor(microbatch.token_ids, dtype=torch.int64, device=self.device) if self.is_first else None
         return PreparedMicrobatch(microbatch, metadata, token_ids)
 
@@ -153,22 +175,32 @@ class Stage:
             raise FrameError(f"s{self._stage_index}: masks, but tokens are chosen on the last stage")
         self._masks.add(masks)
 
+    def take_awaited(self) -> AwaitedTokens | None:
+        """On the last stage, tokens that a prepared microbatch awaits and that are sampled; each once, in order.
+
+        Raises: FrameError if it awaits one that was not sampled.
+        """
+        return self._sampled.take()
+
     @torch.inference_mode()
     def run(
         self,
         prepared: PreparedMicrobatch,
         hidden_states: torch.Tensor | None = None,
         before_sampling: Callable[[], None] | None = None,
+        pending_token_ids: Sequence[int] = (),
     ) -> torch.Tensor | MicrobatchResult:
         """Compute a prepared microbatch; once for each, in order.
 
         Args:
             hidden_states: [tokens, hidden] from the stage before, not changed; None on the first stage.
+            pending_token_ids: [pending rows] for the first stage.
         Returns: hidden states [tokens, hidden] for the next stage, or the last stage's result.
         Raises: FrameError if the hidden states are not of the expected shape and dtype.
         """
         microbatch = prepared.microbatch
-        inputs = self._inputs(prepared, hidden_states)
+        inputs = self._inputs(prepared, hidden_states, pending_token_ids)
+        self.stretch.at(microbatch.number)
         timer = self._timer
         on_item = None if timer is None else timer.mark
         if timer is not None:
@@ -185,16 +217,24 @@ class Stage:
         result = output if self._sampler is None else self._sample(self._sampler, microbatch, output)
         self.stretch.end()
         if isinstance(result, MicrobatchResult):
+            self._sampled.add(result)
             self._record_span("sample", microbatch, forward_end_s, self._clock.now_s())
         if timer is not None:
             timer.mark()
             timer.finish(microbatch.num_decode_rows, microbatch.num_tokens)
         return result
 
-    def _inputs(self, prepared: PreparedMicrobatch, hidden_states: torch.Tensor | None) -> torch.Tensor:
+    def _inputs(
+        self, prepared: PreparedMicrobatch, hidden_states: torch.Tensor | None, pending_token_ids: Sequence[int]
+    ) -> torch.Tensor:
         expected = self.expected_input(prepared.microbatch)
         if expected is None:
             assert prepared.token_ids is not None and hidden_states is None, "the first stage embeds token ids"
+            rows = prepared.microbatch.pending_rows
+            assert len(rows) == len(pending_token_ids), "a pending row needs its token"
+            if rows:
+                # Rows before a decode are decodes, so a row's number is its token's index.
+                prepared.token_ids[torch.tensor(rows)] = torch.tensor(pending_token_ids, device=self.device)
             return prepared.token_ids
         assert hidden_states is not None, "a later stage needs hidden states"
         shape, dtype = expected

@@ -5,18 +5,24 @@ from __future__ import annotations
 import time
 
 from stageline.clock import Clock
+from stageline.pipeline.slowdown import StageSlowdown
 
 _SPIN_S = 1e-4
 """A sleep ends late by about as much; the last part of a wait is spent looking at the clock."""
 
 
 class Stretch:
-    """Args: factor: how many times as long the time between `begin` and `end` shall be; at least 1."""
+    """Args: slowdown: how many times as long the time between `begin` and `end` shall be, and from when on."""
 
-    def __init__(self, factor: float, clock: Clock) -> None:
-        self._more = factor - 1.0
+    def __init__(self, slowdown: StageSlowdown, clock: Clock) -> None:
+        self._slowdown = slowdown
         self._clock = clock
-        self._since_s = 0.0
+        self._since_s = self._more = 0.0
+        self.at(0)
+
+    def at(self, microbatch: int) -> None:
+        """What is computed next is of this microbatch."""
+        self._more = self._slowdown.factor - 1.0 if microbatch >= self._slowdown.from_microbatch else 0.0
 
     def begin(self) -> None:
         self._since_s = self._clock.now_s()

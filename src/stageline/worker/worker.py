@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -38,13 +39,15 @@ from stageline.links.frames import (
     stage_times,
 )
 from stageline.links.sockets import Links
-from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
+from stageline.links.token_frames import check_token_frame, max_token_frame_bytes, token_frame
+from stageline.pipeline.microbatch import Microbatch, MicrobatchResult, TokenMasks
 from stageline.pipeline.partition import StageLayers
 from stageline.timeline.recorder import Recorder
 from stageline.timeline.span import Span, SpanKind
 from stageline.timeline.stage_counters import StageAccount, StageState
-from stageline.worker.build import build_stage
+from stageline.worker.build import build_stage, change_layers
 from stageline.worker.measure import ItemTimer, calibrate
+from stageline.worker.sampled_tokens import AwaitedTokens
 from stageline.worker.stage import PreparedMicrobatch, Stage
 from stageline.worker.stretch import wait_until
 
@@ -52,6 +55,14 @@ from stageline.worker.stretch import wait_until
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in row-major order, without a copy if it lies so on the host."""
     return tensor.contiguous().cpu().view(torch.uint8).numpy().data
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What a microbatch needs to run besides itself. Args: token_ids: of its pending rows, for the first stage."""
+
+    hidden_states: torch.Tensor | None = None
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -86,10 +97,11 @@ class Worker:
         self._announced: deque[_Announced] = deque()
         self._postponed: ToWorker | None = None
         self._next_microbatch: tuple[int, int] | None = None
-        self._num_received = 0
-        self._num_sent = 0
+        self._num_received = self._num_sent = 0
+        self._num_tokens_received = self._num_tokens_sent = 0
+        self._own_tokens: deque[AwaitedTokens] = deque()
         self._computing_s = self._slowest_s = 0.0
-        self._is_stopping = False
+        self._is_stopping = self._is_started = False
         self._timer: ItemTimer | None = None
         self._poller = zmq.Poller()
         self._poller.register(control, zmq.POLLIN)
@@ -106,15 +118,18 @@ class Worker:
             free_since_s = self._clock.now_s()
             self._account.enter(self._waiting_state(), free_since_s)
             self._waiting_since_s = free_since_s
-            hidden_states = self._wait_for_work()
-            if self._is_stopping:
+            inputs = self._wait_for_work()
+            if inputs is None:
                 return
             announced = self._announced.popleft()
             microbatch = announced.prepared.microbatch
             self._record("receive_wait", microbatch, max(free_since_s, announced.since_s))
             start_s = self._clock.now_s()
             self._account.enter("busy", start_s)
-            output = self._stage.run(announced.prepared, hidden_states, self._take_masks)
+            output = self._stage.run(
+                announced.prepared, inputs.hidden_states, self._take_masks, inputs.token_ids
+            )
+            self._hand_on_tokens()
             end_s = self._clock.now_s()
             self._account.enter("blocked", end_s)
             self._account.computed(
@@ -126,7 +141,7 @@ class Worker:
     def _waiting_state(self) -> StageState:
         if not self._announced:
             return "idle"
-        return "preparing" if self._input is None else "starved"
+        return "preparing" if self._source is None else "starved"
 
     def _add_time(self, elapsed_s: float) -> None:
         """To what the stages before needed for the same microbatch."""
@@ -159,23 +174,32 @@ class Worker:
             return
         if not isinstance(message, AssignLayers):
             raise FrameError(f"a message {type(message).__name__} while this stage waits for its layers")
+        self._take_layers(message, num_layers)
+
+    def _take_layers(self, message: AssignLayers, num_layers: int) -> None:
+        """Raises: FrameError if they cannot be this stage's."""
+        config, last = self._config, self._config.num_stages - 1
         first, end = message.first_layer, message.end_layer
         is_in_place = (first == 0) == (config.stage_index == 0) and (end == num_layers) == (config.stage_index == last)
         if not (0 <= first < end <= num_layers and is_in_place):
             raise FrameError(f"layers [{first}, {end}) of {num_layers} for stage {config.stage_index} of {last + 1}")
         self._config = msgspec.structs.replace(config, first_layer=first, end_layer=end)
 
-    def _load(self) -> tuple[Stage, StageLoaded]:
+    @property
+    def _part(self) -> StageLayers:
         config = self._config
-        stage = StageLayers(
+        return StageLayers(
             stage_index=config.stage_index,
             layers=range(config.first_layer, config.end_layer),
             is_first=config.stage_index == 0,
             is_last=config.stage_index == config.num_stages - 1,
         )
+
+    def _load(self) -> tuple[Stage, StageLoaded]:
+        config = self._config
         return build_stage(
             open_checkpoint(config.model),
-            stage,
+            self._part,
             dtype=config.dtype,
             device=config.device,
             quantization=config.quantization,
@@ -190,18 +214,34 @@ class Worker:
 
     def _open_neighbours(self) -> None:
         """Receive before sending: the input socket is bound before the engine hears that this stage is ready."""
-        self._input = self._output = None
+        self._input = self._output = self._token_input = self._token_output = None
         if self._config.input_address is not None:
             most_bytes = self._stage.max_input_bytes(self._config.max_num_batched_tokens)
             self._input = self._links.receiver(self._config.input_address, most_bytes)
             self._poller.register(self._input, zmq.POLLIN)
         if self._config.output_address is not None:
             self._output = self._links.sender(self._config.output_address)
+        if self._config.token_input_address is not None:
+            most_bytes = max_token_frame_bytes(self._config.max_num_seqs)
+            self._token_input = self._links.receiver(self._config.token_input_address, most_bytes)
+            self._poller.register(self._token_input, zmq.POLLIN)
+        if self._config.token_output_address is not None:
+            self._token_output = self._links.sender(self._config.token_output_address)
 
-    def _wait_for_work(self) -> torch.Tensor | None:
-        """Return when the oldest announced microbatch can run, with its input: None on the first stage, or to stop."""
+    @property
+    def _source(self) -> zmq.Socket[bytes] | None:
+        """Where the oldest announced microbatch's input comes from; None if it can run, or if there is none."""
+        if not self._announced:
+            return None
+        if self._input is not None:
+            return self._input
+        is_pending = bool(self._announced[0].prepared.microbatch.pending_rows) and not self._stage.is_last
+        return self._token_input if is_pending else None
+
+    def _wait_for_work(self) -> _Input | None:
+        """Return when the oldest announced microbatch can run, with its input; None to stop."""
         while True:
-            can_run = bool(self._announced) and self._input is None
+            can_run = bool(self._announced) and self._source is None
             is_postponed = self._postponed is not None
             ready = dict(self._poller.poll(0 if can_run or is_postponed else None))
             if self._control in ready or is_postponed:
@@ -209,15 +249,57 @@ class Worker:
                 if self._is_stopping:
                     return None
             elif can_run:
-                return None
-            if self._input is not None and self._announced and self._input in ready:
-                return self._receive_activation(self._announced[0].prepared)
+                return _Input(token_ids=self._take_own_tokens())
+            if (source := self._source) is not None and source in ready:
+                prepared = self._announced[0].prepared
+                if source is self._token_input:
+                    return _Input(token_ids=self._receive_tokens(prepared))
+                return _Input(hidden_states=self._receive_activation(prepared))
 
     def _take_control(self) -> None:
         self._account.enter("preparing", self._clock.now_s())
         message, self._postponed = self._postponed, None
         self._obey(message or self._decoder.decode(self._control.recv()))
         self._account.enter(self._waiting_state(), self._clock.now_s())
+
+    def _take_own_tokens(self) -> Sequence[int]:
+        """What a pipeline of one stage sampled for the oldest announced microbatch."""
+        microbatch = self._announced[0].prepared.microbatch
+        if not microbatch.pending_rows:
+            return ()
+        if not self._own_tokens:
+            raise FrameError(f"{microbatch}: awaits tokens of m{microbatch.oldest}, which were not sampled before")
+        return self._own_tokens.popleft().token_ids
+
+    def _receive_tokens(self, prepared: PreparedMicrobatch) -> list[int]:
+        """What the last stage sampled for this microbatch's pending rows."""
+        assert self._token_input is not None
+        microbatch = prepared.microbatch
+        token_ids = check_token_frame(
+            self._token_input.recv_multipart(),
+            microbatch.epoch,
+            microbatch.number,
+            self._num_tokens_received,
+            len(microbatch.pending_rows),
+            self._stage.vocab_size,
+        )
+        self._num_tokens_received += 1
+        return token_ids
+
+    def _hand_on_tokens(self) -> None:
+        """Give the first stage the sampled tokens that it awaits, before anything else is done with them."""
+        if not self._stage.is_last:
+            return
+        while (awaited := self._stage.take_awaited()) is not None:
+            if self._stage.is_first:
+                self._own_tokens.append(awaited)
+            elif self._token_output is None:
+                raise FrameError(f"{awaited.microbatch}: awaits tokens, and there is no link for them")
+            else:
+                number = awaited.microbatch.number
+                frame = token_frame(awaited.microbatch.epoch, number, self._num_tokens_sent, awaited.token_ids)
+                self._token_output.send(frame)
+                self._num_tokens_sent += 1
 
     def _take_masks(self) -> None:
         """Those that came while this stage computed, and the microbatches announced before them; nothing else now."""
@@ -233,16 +315,19 @@ class Worker:
             self._check_turn(message)
             prepared = self._stage.prepare(message)
             self._announced.append(_Announced(prepared, self._clock.now_s()))
+            self._hand_on_tokens()
         elif isinstance(message, TokenMasks):
             self._stage.add_masks(message)
         elif isinstance(message, Allocate):
-            self._allocate(message.limits)
+            self._allocate(message)
+        elif isinstance(message, AssignLayers):
+            self._change_layers(message)
         elif isinstance(message, CollectItemTimes):
             self._send_item_times()
         elif isinstance(message, Stop):
             self._is_stopping = True
         else:
-            raise FrameError(f"a message {type(message).__name__}, but this stage has its layers")
+            raise FrameError(f"a message {type(message).__name__} that no stage should get")
 
     def _send_item_times(self) -> None:
         """Of the microbatches since it was asked before; from now on for the next time."""
@@ -266,9 +351,23 @@ class Worker:
             raise FrameError(f"microbatch (epoch, number) {found}; expected {self._next_microbatch or 'an allocation'}")
         self._next_microbatch = (microbatch.epoch, microbatch.number + 1)
 
-    def _allocate(self, limits: MicrobatchLimits) -> None:
+    def _change_layers(self, message: AssignLayers) -> None:
+        """Hold other layers. Until the next allocation there is no KV cache, and no microbatch may come."""
+        self._check_nothing_waits("other layers")
+        checkpoint = open_checkpoint(self._config.model)
+        self._take_layers(message, checkpoint.spec.num_layers)
+        self._timer, self._next_microbatch = None, None
+        self._stage.release_kv()
+        report = change_layers(checkpoint, self._stage, self._part, self._config.quantization)
+        self._engine.send(encode_message(report))
+
+    def _check_nothing_waits(self, what: str) -> None:
         if self._announced:
-            raise FrameError(f"an allocation while {self._announced[0].prepared.microbatch} waits for its turn")
+            raise FrameError(f"{what} while {self._announced[0].prepared.microbatch} waits for its turn")
+
+    def _allocate(self, message: Allocate) -> None:
+        self._check_nothing_waits("an allocation")
+        limits = message.limits
         bounds = {
             "vocab_size": self._stage.vocab_size,
             "max_num_seqs": self._config.max_num_seqs,
@@ -279,12 +378,16 @@ class Worker:
             most = bounds.get(name, value)
             if not 1 <= value <= most:
                 raise FrameError(f"an allocation with {name} {value}; expected 1 to {most}")
+        if message.epoch < 0 or message.first_microbatch < 0:
+            raise FrameError(f"an allocation for microbatch {message.first_microbatch} of epoch {message.epoch}")
         self._stage.allocate_kv(limits)
-        self._next_microbatch = (0, 0)
+        self._next_microbatch = (message.epoch, message.first_microbatch)
         # All that loading left lives as long as the process: the collector need not look at it between microbatches.
         gc.collect()
         gc.freeze()
-        self._account.start(self._clock.now_s())
+        if not self._is_started:
+            self._account.start(self._clock.now_s())
+        self._is_started = True
         self._engine.send(encode_message(Allocated(self._config.stage_index)))
 
     def _receive_activation(self, prepared: PreparedMicrobatch) -> torch.Tensor:
