@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.digest import model_digest
 from stageline.config import environment
 from stageline.pipeline.item_times import PlannedMicrobatch
 from stageline.pipeline.partition_by_cost import ItemCosts, StageRoom
@@ -69,9 +70,8 @@ def profile_key(
     checkpoint: Checkpoint, device: str, dtype: str, quantization: str, threads_per_stage: int
 ) -> ProfileKey:
     """The key for this machine."""
-    tensors = sorted((entry.name, entry.shape, entry.encoding) for entry in checkpoint.tensors.values())
-    digest = hashlib.sha256(msgspec.json.encode((checkpoint.spec, tensors))).hexdigest()
     machine = describe_machine(with_gpus=device != "cpu")
+    digest = model_digest(checkpoint)
     return ProfileKey(digest, machine, device, dtype, quantization, threads_per_stage, environment.kernels())
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import msgspec
 import zmq
 
 from stageline.clock import Clock
@@ -141,12 +142,18 @@ class MultiProcessExecutor:
             message = self._receive(Loading, StageLoaded)
             if isinstance(message, StageLoaded):
                 self._watch.loaded(message.stage_index)
-                reports[message.stage_index] = message
+                reports[message.stage_index] = self._in_its_machine(message)
             elif isinstance(message, Loading):
                 self._watch.progressed(message.stage_index)
                 if on_progress is not None:
                     on_progress(message.stage_index, message.num_bytes_read, message.num_bytes_total)
         return [reports[index] for index in sorted(reports)]
+
+    def _in_its_machine(self, report: StageLoaded) -> StageLoaded:
+        """Memory of two machines is not one pool, whatever they call it."""
+        if self._remote is None or not (machine := self._remote.machine_of(report.stage_index)):
+            return report
+        return msgspec.structs.replace(report, memory_pool=f"{report.memory_pool} of {machine}")
 
     def _calibrate(self, plan: CalibrationPlan) -> None:
         self._assign(plan.choose(self._gather(StageItemTimes)))

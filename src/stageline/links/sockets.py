@@ -16,7 +16,7 @@ import zmq
 from stageline.errors import ConfigError
 from stageline.links.guard import ZAP_DOMAIN, Guard, OnBroken, Watched
 from stageline.links.keys import LinkSecurity
-from stageline.links.tcp_address import TcpAddress, is_tcp
+from stageline.links.tcp_address import TcpAddress, destination_of, is_tcp
 
 MAX_CONTROL_BYTES = 256 * 2**20
 """Largest control message accepted: far above any microbatch, far below what would hurt."""
@@ -76,9 +76,16 @@ class Links:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         return self._bind(socket, address)
 
-    def caller(self, address: str, max_message_bytes: int = MAX_CONTROL_BYTES) -> Socket:
-        """Connects to a listener: a DEALER, for messages both ways."""
-        return self._connect(self._new_socket(zmq.DEALER, max_message_bytes), address)
+    def caller(self, address: str, max_message_bytes: int = MAX_CONTROL_BYTES, identity: bytes = b"") -> Socket:
+        """Connects to a listener: a DEALER, for messages both ways.
+
+        Args:
+            identity: what the listener knows it by; empty lets ZeroMQ choose.
+        """
+        socket = self._new_socket(zmq.DEALER, max_message_bytes)
+        if identity:
+            socket.setsockopt(zmq.IDENTITY, identity)
+        return self._connect(socket, address)
 
     def trouble(self, address: str) -> str | None:
         """Why there is no connection to a TCP address that was connected to; None if there is one, or none failed."""
@@ -130,7 +137,7 @@ class Links:
         return socket
 
     def _prepare_tcp(self, socket: Socket, address: str) -> Watched:
-        tcp = TcpAddress.parse(address)
+        tcp = destination_of(address)
         check_is_protected(tcp, self._security)
         socket.setsockopt(zmq.IPV6, tcp.is_ipv6())
         for option, duration_s in _TCP_TIMES_S.items():

@@ -36,20 +36,16 @@ def main() -> int:
     faulthandler.enable()
     _wake_when_the_engine_dies()
     config = _read_config()
-    links = Links()
-    engine = links.sender(config.engine_address)
+    links = Links(config.access.security())
+    if config.caller_name:
+        engine = links.caller(config.engine_address, identity=f"{config.caller_name}.control".encode())
+    else:
+        engine = links.sender(config.engine_address)
     try:
         set_up_logging(config.log_level, config.stage_index)
-        control = links.receiver(config.control_address)
+        control = engine if config.caller_name else links.receiver(config.control_address)
         account, recorder = StageAccount(config.stage_index), Recorder()
-        start_responder(
-            config.stage_index,
-            config.ping_address,
-            config.engine_address,
-            config.socket_folder,
-            account,
-            recorder,
-        )
+        start_responder(config, account, recorder)
         _run(config, links, control, engine, account, recorder)
         return 0
     except BaseException as error:

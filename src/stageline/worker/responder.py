@@ -13,18 +13,17 @@ import zmq
 
 from stageline.clock import MonotonicClock
 from stageline.errors import FrameError
-from stageline.executor.messages import CollectCounters, CollectSpans, Pong, Spans, ToResponder
+from stageline.executor.messages import CollectCounters, CollectSpans, Failed, Pong, Spans, ToResponder, WorkerConfig
 from stageline.links.frames import MessageDecoder, encode_message
-from stageline.links.sockets import Links
+from stageline.links.sockets import Links, Socket
 from stageline.timeline.recorder import Recorder
 from stageline.timeline.stage_counters import StageAccount, StageCounters
 
+_LAST_WORDS_S = 0.5
+
 
 def start_responder(
-    stage_index: int,
-    ping_address: str,
-    engine_address: str,
-    socket_folder: str,
+    config: WorkerConfig,
     account: StageAccount,
     recorder: Recorder,
 ) -> None:
@@ -33,9 +32,9 @@ def start_responder(
     Standard input ends when the engine does, however it does; nothing this process still computes is of use then.
     """
     # Its own sockets, never closed: the main thread may not close sockets that this thread waits on.
-    links = Links()
-    pings = links.receiver(ping_address)
-    answers = links.sender(engine_address)
+    links = Links(config.access.security())
+    pings, answers = _open(links, config)
+    stage_index = config.stage_index
     pong = encode_message(Pong(stage_index))
     decoder: MessageDecoder[ToResponder] = MessageDecoder(ToResponder)
     signs_of_the_end = _signs_of_the_end()
@@ -47,7 +46,10 @@ def start_responder(
         while True:
             ready = dict(poller.poll())
             if not ready.keys().isdisjoint(signs_of_the_end):
-                shutil.rmtree(socket_folder, ignore_errors=True)
+                shutil.rmtree(config.socket_folder, ignore_errors=True)
+                if config.caller_name:
+                    answers.send(encode_message(Failed(stage_index, "its node was stopped", "", is_config_error=False)))
+                    links.close(linger_s=_LAST_WORDS_S)
                 os._exit(1)
             try:
                 asked = decoder.decode(pings.recv())
@@ -62,6 +64,14 @@ def start_responder(
                     answers.send(pong)
 
     threading.Thread(target=respond, name="responder", daemon=True).start()
+
+
+def _open(links: Links, config: WorkerConfig) -> tuple[Socket, Socket]:
+    """Where questions come from, and where answers go."""
+    if config.caller_name:
+        both = links.caller(config.engine_address, identity=f"{config.caller_name}.ping".encode())
+        return both, both
+    return links.receiver(config.ping_address), links.sender(config.engine_address)
 
 
 def _counters(account: StageAccount) -> StageCounters:

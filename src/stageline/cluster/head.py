@@ -1,0 +1,269 @@
+"""The head's side of a pipeline over several machines: one listening port, who joined, and the stages they run.
+
+One idea: everything that other machines say arrives at one socket, which the engine's thread alone reads. What a stage
+says is handed to the executor; what a node says changes the membership. So no thread waits for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+import zmq
+
+from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.digest import model_digest
+from stageline.clock import Clock
+from stageline.cluster.handshake import HandshakeError, settings_of, this_software
+from stageline.cluster.membership import HEAD, Answers, Membership, Wanted
+from stageline.cluster.messages import EndStages, FromNode, Leaving, Refused, StageEnded, StartStages, ToNode
+from stageline.cluster.ports import free_port, resolve
+from stageline.config.cluster_config import ClusterConfig
+from stageline.config.engine_config import EngineConfig
+from stageline.errors import ConfigError, FrameError, WorkerLost
+from stageline.executor.messages import LinkAccess, WorkerConfig
+from stageline.executor.remote_stages import Channel
+from stageline.links.frames import MessageDecoder, encode_message
+from stageline.links.sockets import Links
+from stageline.links.tcp_address import TcpAddress
+from stageline.links.wakeup import Wakeup
+
+logger = logging.getLogger(__name__)
+
+_IDENTITY_BYTES = 12
+_NOTICE_S = 10.0
+"""How often who waits for machines says so."""
+
+_LAST_WORDS_S = 0.3
+
+
+class Head:
+    """Listens until `close`. Also what the executor sees of other machines' stages (`RemoteStages`).
+
+    Args:
+        access: how links are protected.
+        key_flag: what a node has to type for the key, for the log.
+    Raises: ConfigError if the port cannot be listened on.
+    """
+
+    def __init__(
+        self, config: EngineConfig, cluster: ClusterConfig, checkpoint: Checkpoint, access: LinkAccess, clock: Clock
+    ) -> None:
+        assert cluster.master_addr is not None
+        self.access = access
+        self._clock = clock
+        self._cluster = cluster
+        self._num_stages = config.pipeline_parallel_size
+        self._address = TcpAddress(resolve(cluster.master_addr, "--master-addr"), cluster.master_port)
+        self._links = Links(access.security())
+        self.socket = self._links.listener(self._address.url)
+        own_address = resolve(cluster.node_address, "--node-address") if cluster.node_address else self._address.host
+        self.own_input = TcpAddress(own_address, free_port(own_address, cluster.ports)).url
+        wanted = Wanted(
+            software=this_software(),
+            settings=settings_of(config, cluster),
+            model=config.model,
+            model_digest=model_digest(checkpoint),
+            num_stages=self._num_stages,
+            num_nodes=cluster.nnodes,
+            own_stages=cluster.stages,
+        )
+        self._membership = Membership(wanted, time.time() - clock.now_s())
+        self._decoder: MessageDecoder[FromNode] = MessageDecoder(FromNode)
+        self._pipeline = 0
+        self._shares: dict[int, int] = {}
+        self._stages: dict[bytes, int] = {}
+        self._identities: dict[int, str] = {}
+        self._running: dict[int, bytes] = {}
+        self._loss_due: tuple[float, WorkerLost] | None = None
+        self._is_first = True
+
+    # ---- who takes part ----
+
+    def gather(self, wakeup: Wakeup | None = None) -> None:
+        """Wait until every stage has a node. At the first time no longer than `--join-timeout`; later, for ever.
+
+        Raises: ConfigError if nodes are missing by then, or bring other stages than the pipeline has.
+        """
+        began_s = self._clock.now_s()
+        deadline_s = began_s + self._cluster.join_timeout_s if self._is_first else math.inf
+        self._say_how_to_join()
+        self._answer(self._membership.ask_all(began_s))
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        notice_s = began_s + _NOTICE_S
+        while not self._membership.is_complete():
+            now_s = self._clock.now_s()
+            if now_s >= deadline_s:
+                raise ConfigError(self._who_is_missing(now_s - began_s))
+            if now_s >= notice_s:
+                logger.info("%s", self._who_is_missing(now_s - began_s))
+                notice_s = now_s + _NOTICE_S
+            until_s = min(deadline_s, notice_s, self._membership.next_deadline_s() or math.inf)
+            poller.poll(math.ceil(max(0.0, until_s - now_s) * 1000))
+            while self.receive() is not None:
+                pass  # a stage of an earlier pipeline
+        self._shares = self._membership.shares()
+        self._is_first = False
+        places = ", ".join(f"node {rank}: {count}" for rank, count in sorted(self._shares.items()))
+        logger.info("all machines are there; stages on %s", places)
+
+    def _say_how_to_join(self) -> None:
+        if not self._is_first:
+            return
+        key = "" if self.access.key is None else " --cluster-key-file FILE"
+        key = " --insecure" if self.access.is_insecure else key
+        logger.info("waiting for other machines; type on each of them:  stageline join %s%s", self._address, key)
+
+    def _who_is_missing(self, waited_s: float) -> str:
+        num_here = sum(member.is_ready for member in self._membership.members.values()) + 1
+        ranks = self._membership.missing_ranks()
+        of = f" of {self._cluster.nnodes}" if self._cluster.nnodes else ""
+        missing = f"missing: rank {', '.join(map(str, ranks))}" if ranks else f"not yet {self._num_stages} stages"
+        return (
+            f"{num_here}{of} machines are there after {waited_s:.0f} s, {missing}; type `stageline join "
+            f"{self._address}` there, see that it reaches this port, or wait longer with --join-timeout"
+        )
+
+    # ---- the stages of this pipeline ----
+
+    @property
+    def num_local(self) -> int:
+        return self._shares[HEAD]
+
+    def _node_of(self, stage_index: int) -> int:
+        """The rank of its node: stages lie on the nodes in their order."""
+        end = 0
+        for rank, count in sorted(self._shares.items()):
+            end += count
+            if stage_index < end:
+                return rank
+        raise AssertionError(f"stage {stage_index} of {end}")
+
+    def input_of(self, stage_index: int) -> str:
+        return f"tcp://{self._membership.members[self._node_of(stage_index)].hello.address}"
+
+    def machine_of(self, stage_index: int) -> str:
+        rank = self._node_of(stage_index)
+        return "" if rank == HEAD else f"node {rank}"
+
+    def start(self, configs: Sequence[WorkerConfig]) -> None:
+        self._pipeline += 1
+        self._stages.clear()
+        self._running = {rank: member.identity for rank, member in self._membership.members.items()}
+        by_node: dict[int, list[WorkerConfig]] = {}
+        for config in configs:
+            name = secrets.token_hex(_IDENTITY_BYTES)
+            self._identities[config.stage_index] = name
+            for thread in ("control", "ping"):
+                self._stages[f"{name}.{thread}".encode()] = config.stage_index
+            by_node.setdefault(self._node_of(config.stage_index), []).append(
+                msgspec.structs.replace(config, caller_name=name)
+            )
+        for rank, its_configs in by_node.items():
+            self._send(self._running[rank], StartStages(self._pipeline, its_configs))
+
+    def control(self, stage_index: int) -> Channel:
+        return _StageChannel(self, stage_index, "control")
+
+    def responder(self, stage_index: int) -> Channel:
+        return _StageChannel(self, stage_index, "ping")
+
+    def send_to_stage(self, stage_index: int, thread: str, frame: bytes) -> None:
+        self._send_frame(f"{self._identities[stage_index]}.{thread}".encode(), frame)
+
+    def receive(self) -> bytes | None:
+        self._answer(self._membership.forget_silent(self._clock.now_s()))
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self._raise_if_due()
+                return None
+            if len(frames) != 2:
+                logger.warning("a message in %d parts was dropped", len(frames))
+                continue
+            identity, frame = frames
+            if identity in self._stages:
+                return frame
+            self._hear(identity, frame)
+
+    def _raise_if_due(self) -> None:
+        if self._loss_due is not None and self._clock.now_s() >= self._loss_due[0]:
+            loss, self._loss_due = self._loss_due[1], None
+            raise loss
+
+    def _hear(self, identity: bytes, frame: bytes) -> None:
+        """Raises: WorkerLost if a stage of this pipeline ended, or its node is another one now."""
+        try:
+            message = self._decoder.decode(frame)
+        except FrameError as error:
+            logger.debug("dropped: %s", error)
+            return
+        try:
+            self._answer(self._membership.take(identity, message, self._clock.now_s()))
+        except HandshakeError as error:
+            for member in self._membership.members.values():
+                self._send(member.identity, Refused(error.step, error.reason))
+            raise
+        is_ours = identity in self._running.values()
+        if isinstance(message, StageEnded) and is_ours and message.pipeline == self._pipeline:
+            loss = WorkerLost(message.stage_index, f"{self._name_of(message.stage_index)}: {message.how}")
+            # Its own last words, which say more, come by another connection.
+            self._loss_due = self._loss_due or (self._clock.now_s() + _LAST_WORDS_S, loss)
+        for rank, known in self._running.items():
+            member = self._membership.members.get(rank)
+            if member is None or member.identity != known:
+                how = "was stopped" if isinstance(message, Leaving) else "lost its connection and is back"
+                stage_index = self._first_stage_of(rank)
+                raise WorkerLost(stage_index, f"node {rank} {how}")
+
+    def _first_stage_of(self, rank: int) -> int:
+        return sum(count for other, count in self._shares.items() if other < rank)
+
+    def _name_of(self, stage_index: int) -> str:
+        rank = self._node_of(stage_index)
+        member = self._membership.members.get(rank)
+        return str(member) if member is not None else f"node {rank}"
+
+    def end(self, patience_s: float) -> None:
+        running, self._running = self._running, {}
+        self._loss_due = None
+        self._stages.clear()
+        for identity in running.values():
+            self._send(identity, EndStages(patience_s))
+
+    def close(self) -> None:
+        self.end(0.0)
+        self._links.close(linger_s=0.5)
+
+    # ---- what goes out ----
+
+    def _answer(self, answers: Answers) -> None:
+        for identity, message in answers:
+            self._send(identity, message)
+
+    def _send(self, identity: bytes, message: ToNode) -> None:
+        self._send_frame(identity, encode_message(message))
+
+    def _send_frame(self, identity: bytes, frame: bytes) -> None:
+        # Nobody is there any more: it is missed by what does not come back.
+        with suppress(zmq.ZMQError):
+            self.socket.send_multipart([identity, frame], zmq.NOBLOCK)
+
+
+class _StageChannel:
+    """See `stageline.executor.remote_stages.Channel`."""
+
+    def __init__(self, head: Head, stage_index: int, thread: str) -> None:
+        self._head = head
+        self._stage_index = stage_index
+        self._thread = thread
+
+    def send(self, frame: bytes, /) -> None:
+        self._head.send_to_stage(self._stage_index, self._thread, frame)

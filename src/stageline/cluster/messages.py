@@ -1,0 +1,141 @@
+"""What the head and a node's agent say to each other over the head's one port. Plain data: no code, no path.
+
+One idea: a node that is let in does as it is told. It says what it has, the head says what is wanted, and who finds
+that it does not fit says which step failed, with both values.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from stageline.executor.messages import WorkerConfig
+
+PROTOCOL = 1
+"""Grows when these messages, those of stages, or the frames of activations change."""
+
+
+class Software(msgspec.Struct, frozen=True, array_like=True):
+    """What has to be the same on every machine."""
+
+    protocol: int
+    stageline: str
+    torch: str
+
+
+# ---- from a node ----
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """The first word of a node, each time it connects.
+
+    Args:
+        node_id: of this run of the agent: the same when a connection comes back.
+        rank: as asked for; None takes the next that is free.
+        num_stages: as asked for; None takes an equal share.
+        address: where the stage before reaches this node's first stage: host and port.
+        settings: flags that were given on the node and must be the head's, with their values.
+        wall_s: its time of day, in seconds since 1970.
+    """
+
+    software: Software
+    node_id: str
+    host_name: str
+    rank: int | None
+    num_stages: int | None
+    address: str
+    settings: dict[str, str]
+    wall_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The node has the model that was offered.
+
+    Args:
+        clock_offset_s: how far the node's time of day is ahead of the head's.
+        round_trip_s: within which that was measured.
+    """
+
+    model_digest: str
+    clock_offset_s: float
+    round_trip_s: float
+
+
+class Declined(msgspec.Struct, frozen=True, tag="declined"):
+    """The node cannot take part, and leaves."""
+
+    step: str
+    reason: str
+
+
+class StageEnded(msgspec.Struct, frozen=True, tag="stage_ended"):
+    """A stage's process ended unasked. `pipeline` is that of its `StartStages`."""
+
+    pipeline: int
+    stage_index: int
+    how: str
+
+
+class Here(msgspec.Struct, frozen=True, tag="here"):
+    """The answer to `AreYouThere`."""
+
+    question: int
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The node was told to stop, and ends its stages."""
+
+
+FromNode = Hello | Ready | Declined | StageEnded | Here | Leaving
+
+# ---- to a node ----
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
+    """What the pipeline runs. The answer is `Ready` or `Declined`.
+
+    Args:
+        model: as typed on the head; the node may have it elsewhere.
+        wall_s: the head's time of day.
+    """
+
+    model: str
+    model_digest: str
+    wall_s: float
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The node cannot take part."""
+
+    step: str
+    reason: str
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The node takes part, with this rank."""
+
+    rank: int
+
+
+class StartStages(msgspec.Struct, frozen=True, tag="start_stages"):
+    """Start these stages, which follow one another; those of an earlier pipeline have been ended.
+
+    Args:
+        pipeline: counts up with every start.
+        configs: without what only the node knows: the model's path, cores, addresses on this node, the head's address.
+    """
+
+    pipeline: int
+    configs: list[WorkerConfig]
+
+
+class EndStages(msgspec.Struct, frozen=True, tag="end_stages"):
+    """End the stages' processes, those at once that have not left after `patience_s`."""
+
+    patience_s: float
+
+
+class AreYouThere(msgspec.Struct, frozen=True, tag="are_you_there"):
+    question: int
+
+
+ToNode = Offer | Refused | Welcome | StartStages | EndStages | AreYouThere

@@ -1,0 +1,279 @@
+"""A node's agent: joins the head, starts the stages it is told to, ends them when the head is gone, and joins again.
+
+One idea: it waits in one place, for the head, a signal, a broken connection and the end of a stage alike. It decides
+nothing and sees no token: its stages talk to the head and to their neighbours themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import shutil
+import signal
+import socket as sockets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import zmq
+
+from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.open import open_checkpoint
+from stageline.cluster.handshake import HandshakeError, check_model, this_software
+from stageline.cluster.local_stages import LocalStages
+from stageline.cluster.messages import (
+    AreYouThere,
+    Declined,
+    EndStages,
+    FromNode,
+    Hello,
+    Here,
+    Leaving,
+    Offer,
+    Ready,
+    Refused,
+    StageEnded,
+    StartStages,
+    ToNode,
+    Welcome,
+)
+from stageline.cluster.ports import free_port, own_address_towards, resolve
+from stageline.cluster.reach import Reach
+from stageline.errors import ConfigError, FrameError
+from stageline.executor.messages import LinkAccess
+from stageline.links.frames import MessageDecoder, encode_message
+from stageline.links.sockets import Links, make_ipc_folder
+from stageline.links.tcp_address import TcpAddress
+from stageline.links.wakeup import Wakeup
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_LOOK_S = 1.0
+"""A head that has not answered for this long is looked for."""
+
+_GOODBYE_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeSettings:
+    """What was asked for on this node.
+
+    Args:
+        head: name or address, and port.
+        model: where the model is here; None looks where the head has it.
+        settings: flags that have to be the head's.
+    """
+
+    head: str
+    port: int
+    ports: range
+    access: LinkAccess
+    join_timeout_s: float
+    model: str | None = None
+    rank: int | None = None
+    num_stages: int | None = None
+    address: str | None = None
+    settings: Mapping[str, str]
+    binds_cores: bool = True
+
+
+def run_node(asked: NodeSettings) -> None:
+    """Take part until a signal says to stop.
+
+    Raises: ConfigError, most of them HandshakeError with the step that failed, if this node cannot take part.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    wakeup_before = signal.set_wakeup_fd(writer)
+    node = _Node(asked, reader)
+    try:
+        for number in _SIGNALS:
+            signal.signal(number, node.stop)
+        node.run()
+    finally:
+        node.close()
+        signal.set_wakeup_fd(wakeup_before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(reader)
+        os.close(writer)
+
+
+class _Node:
+    def __init__(self, asked: NodeSettings, signal_fd: int) -> None:
+        self._asked = asked
+        self._signal_fd = signal_fd
+        self._is_told_to_stop = False
+        self._is_broken = False
+        self._bell = Wakeup()
+        self._node_id = secrets.token_hex(12)
+        head = resolve_head(asked.head)
+        self._head = TcpAddress(head, asked.port)
+        own = resolve(asked.address, "--node-address") if asked.address else own_address_towards(self._head)
+        self._own = TcpAddress(own, free_port(own, asked.ports))
+        self._folder = make_ipc_folder("s9999.input")
+        self._stages = LocalStages(self._folder, self._head.url, self._own.url, asked.access, asked.binds_cores)
+        self._decoder: MessageDecoder[ToNode] = MessageDecoder(ToNode)
+        self._links: Links | None = None
+        self._checkpoint: Checkpoint | None = None
+        self._rank: int | None = asked.rank
+
+    def run(self) -> None:
+        timeout_s = self._asked.join_timeout_s
+        while not self._is_told_to_stop:
+            self._connect()
+            if self._join(time.monotonic() + timeout_s):
+                self._serve()
+                # Whoever was in once is patient: the head may be started again.
+                timeout_s = math.inf
+            self._stages.end(0.0)
+            self._disconnect()
+
+    def stop(self, number: int, _frame: object) -> None:
+        """Handles a signal."""
+        self._is_told_to_stop = True
+
+    def close(self) -> None:
+        self._stages.end(0.0)
+        self._disconnect()
+        self._bell.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # ---- the connection ----
+
+    def _connect(self) -> None:
+        self._is_broken = False
+        self._links = Links(self._asked.access.security(), on_broken=self._on_broken)
+        self._socket = self._links.caller(self._head.url, identity=f"node.{secrets.token_hex(12)}".encode())
+        self._reach = Reach(self._head, self._links)
+
+    def _disconnect(self) -> None:
+        if self._links is not None:
+            if self._is_told_to_stop:
+                self._send(Leaving())
+            self._links.close(linger_s=_GOODBYE_S if self._is_told_to_stop and not self._is_broken else 0.0)
+            self._links = None
+
+    def _on_broken(self, _address: str) -> None:
+        self._is_broken = True
+        self._bell.ring()
+
+    def _send(self, message: FromNode) -> None:
+        with suppress(zmq.ZMQError):
+            self._socket.send(encode_message(message), zmq.NOBLOCK)
+
+    # ---- the one place that waits ----
+
+    def _wait(self, patience_s: float) -> list[ToNode]:
+        """What the head said meanwhile; nothing if something else happened, or the time is over."""
+        poller = zmq.Poller()
+        for source in (self._socket, self._bell.fd, self._signal_fd, *self._stages.exit_fds()):
+            poller.register(source, zmq.POLLIN)
+        ready = dict(poller.poll(None if math.isinf(patience_s) else math.ceil(max(0.0, patience_s) * 1000)))
+        if self._bell.fd in ready:
+            self._bell.heard()
+        for stage_index, how in self._stages.take_ended(set(ready)):
+            logger.warning("s%d ended: %s", stage_index, how)
+            self._send(StageEnded(self._stages.pipeline, stage_index, how))
+        messages = []
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            try:
+                messages.append(self._decoder.decode(frame))
+            except FrameError as error:
+                logger.warning("a message of the head was dropped: %s", error)
+
+    # ---- joining ----
+
+    def _join(self, deadline_s: float) -> bool:
+        """Returns: false if the connection broke meanwhile, or there is a signal. Raises: ConfigError."""
+        began_s = time.monotonic()
+        self._send(self._hello())
+        while not (self._is_told_to_stop or self._is_broken):
+            for message in self._wait(min(_LOOK_S, deadline_s - time.monotonic())):
+                match message:
+                    case Offer():
+                        self._take_offer(message, began_s)
+                    case Refused():
+                        raise HandshakeError(message.step, message.reason)
+                    case AreYouThere():
+                        self._send(Here(message.question))
+                    case Welcome():
+                        self._rank = message.rank
+                        logger.info("joined %s as node %d", self._head, message.rank)
+                        return True
+            now_s = time.monotonic()
+            if now_s - began_s >= _LOOK_S:
+                self._reach.look(is_last_look=now_s >= deadline_s)
+        return False
+
+    def _hello(self) -> Hello:
+        asked = self._asked
+        return Hello(
+            software=this_software(),
+            node_id=self._node_id,
+            host_name=sockets.gethostname(),
+            rank=self._rank,
+            num_stages=asked.num_stages,
+            address=str(self._own),
+            settings=dict(asked.settings),
+            wall_s=time.time(),
+        )
+
+    def _take_offer(self, offer: Offer, began_s: float) -> None:
+        wall_s, round_trip_s = time.time(), time.monotonic() - began_s
+        self._reach.is_heard = True
+        try:
+            if self._checkpoint is None:
+                self._checkpoint = self._open(offer)
+            digest = check_model(self._checkpoint, offer)
+        except HandshakeError as error:
+            self._send(Declined(error.step, error.reason))
+            raise
+        self._send(Ready(digest, wall_s - (offer.wall_s + round_trip_s / 2), round_trip_s))
+
+    def _open(self, offer: Offer) -> Checkpoint:
+        model = self._asked.model or offer.model
+        try:
+            return open_checkpoint(model)
+        except ConfigError as error:
+            way_out = "copy the files here, and tell where they are with --model"
+            reason = f"the head has {offer.model}, and this node cannot open {model}: {error}; {way_out}"
+            raise HandshakeError("model", reason) from None
+
+    # ---- taking part ----
+
+    def _serve(self) -> None:
+        """Returns when the head is gone, or a signal says to stop. Raises: HandshakeError if the head wants no more."""
+        while not (self._is_told_to_stop or self._is_broken):
+            for message in self._wait(math.inf):
+                match message:
+                    case AreYouThere():
+                        self._send(Here(message.question))
+                    case StartStages():
+                        assert self._checkpoint is not None
+                        self._stages.start(message, self._checkpoint.path)
+                    case EndStages():
+                        self._stages.end(message.patience_s)
+                    case Refused():
+                        raise HandshakeError(message.step, message.reason)
+                    case Offer() | Welcome():
+                        logger.warning("the head said %s, which nobody asked for", type(message).__name__)
+        if self._is_broken and not self._is_told_to_stop:
+            logger.warning("the head is gone: the stages here end, and this node waits for it at %s", self._head)
+
+
+def resolve_head(name: str) -> str:
+    """Raises: HandshakeError."""
+    try:
+        return resolve(name, "HEAD")
+    except ConfigError as error:
+        raise HandshakeError("connection", str(error)) from None

@@ -1,0 +1,88 @@
+"""The answering side of a probe: echoes what it is asked to, and counts what it is sent.
+
+One idea: it keeps nothing but a count per caller, so whoever probes costs it no memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import zmq
+
+from stageline.links.keys import LinkSecurity
+from stageline.links.sockets import Links, Socket, bound_address
+from stageline.links.tcp_address import TcpAddress
+from stageline.links.wakeup import Wakeup
+
+ECHO, BLOCK, REPORT = b"echo", b"block", b"report"
+"""Kinds of messages: say the same again; count this; say how many bytes of blocks came since the last report."""
+
+BLOCK_BYTES = 256 * 2**10
+_MAX_MESSAGE_BYTES = 2 * BLOCK_BYTES
+_MOST_CALLERS = 256
+_BYTES_OF_A_COUNT = 8
+
+
+class ProbeListener:
+    """Answers probes from a thread of its own until `close`.
+
+    Args:
+        addresses: where; with port 0 a free one is taken.
+    Attributes:
+        addresses: where, with the ports that were taken.
+    Raises: ConfigError if one cannot be listened on.
+    """
+
+    def __init__(self, addresses: Sequence[TcpAddress], security: LinkSecurity | None) -> None:
+        self._links = Links(security)
+        self._bell = Wakeup()
+        try:
+            sockets = [self._links.listener(address.url, _MAX_MESSAGE_BYTES) for address in addresses]
+        except BaseException:
+            self._links.close()
+            self._bell.close()
+            raise
+        self.addresses = [TcpAddress.parse(bound_address(socket)) for socket in sockets]
+        self._counts: OrderedDict[tuple[int, bytes], int] = OrderedDict()
+        self._thread = threading.Thread(target=self._answer, args=(sockets,), name="probe listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._bell.ring()
+        self._thread.join()
+        self._links.close()
+        self._bell.close()
+
+    def _answer(self, sockets: Sequence[Socket]) -> None:
+        poller = zmq.Poller()
+        poller.register(self._bell.fd, zmq.POLLIN)
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        while True:
+            for ready, _ in poller.poll():
+                if ready == self._bell.fd:
+                    return
+                self._take(sockets.index(ready), ready)
+
+    def _take(self, place: int, socket: Socket) -> None:
+        frames = socket.recv_multipart()
+        if len(frames) != 3:
+            return  # of no prober of ours; what is not understood is not answered
+        identity, kind, body = frames
+        caller = (place, identity)
+        try:
+            if kind == BLOCK:
+                self._counts[caller] = self._counts.get(caller, 0) + len(body)
+                self._counts.move_to_end(caller)
+                if len(self._counts) > _MOST_CALLERS:
+                    self._counts.popitem(last=False)
+            elif kind == ECHO:
+                socket.send_multipart([identity, ECHO, body])
+            elif kind == REPORT:
+                count = self._counts.pop(caller, 0)
+                socket.send_multipart([identity, REPORT, count.to_bytes(_BYTES_OF_A_COUNT, "little")])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # it left before it was answered
+                raise

@@ -1,0 +1,68 @@
+"""Why the head does not answer: told at once when it is known, and once more when the time to join is over.
+
+One idea: ZeroMQ tries for ever and says little, so a plain TCP connection is made beside it. If that one comes about,
+who listens there either does not know the key or is no head; if it does not, the system says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+
+from stageline.cluster.handshake import HandshakeError
+from stageline.links.sockets import Links
+from stageline.links.tcp_address import TcpAddress
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_S = 2.0
+_LOOKS_UNTIL_SURE = 2
+
+
+class Reach:
+    """Args:
+    links: through which the head is called.
+    """
+
+    def __init__(self, head: TcpAddress, links: Links) -> None:
+        self._head = head
+        self._links = links
+        self._num_refusals = 0
+        self._said = ""
+        self.is_heard = False
+        """The head has answered: whatever takes long now is not the way to it."""
+
+    def look(self, is_last_look: bool) -> None:
+        """Say what is in the way if it is something new.
+
+        Raises: HandshakeError if waiting is of no use, or no more time is left.
+        """
+        step, reason = "head", "it has not let this node in; its log says what it waits for"
+        if not self.is_heard:
+            step, reason = self._find_out()
+        if self._num_refusals >= _LOOKS_UNTIL_SURE or is_last_look:
+            raise HandshakeError(step, reason)
+        if reason != self._said:
+            self._said = reason
+            logger.info("not joined yet, step `%s`: %s; trying on", step, reason)
+
+    def _find_out(self) -> tuple[str, str]:
+        if (why := self._unreachable()) is not None:
+            self._num_refusals = 0
+            return "connection", f"{self._head} cannot be reached: {why}"
+        trouble = self._links.trouble(self._head.url)
+        if trouble is None:
+            return "connection", f"what listens at {self._head} does not answer: a busy head, or another program"
+        self._num_refusals += 1
+        return "key", f"{self._head} refuses this node: {trouble}"
+
+    def _unreachable(self) -> str | None:
+        try:
+            socket.create_connection((self._head.host, self._head.port), timeout=_CONNECT_S).close()
+        except TimeoutError:
+            return "nothing answers there; is the address right, and does a firewall let this port through?"
+        except ConnectionRefusedError:
+            return "the connection is refused; is the head started, and is this its --master-port?"
+        except OSError as error:
+            return f"{error.strerror or error}; is the address right?"
+        return None

@@ -1,0 +1,64 @@
+"""The stages of a pipeline that other machines run, as the executor sees them.
+
+One idea: they are the same processes as here, and say the same. Only the way there differs: all of them share one
+socket of the engine's, and whoever let the machines in also starts and ends the processes on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import zmq
+
+from stageline.executor.messages import LinkAccess, WorkerConfig
+
+
+class Channel(Protocol):
+    """Where messages to one thread of a stage's process go."""
+
+    def send(self, frame: bytes, /) -> Any: ...
+
+
+class RemoteStages(Protocol):
+    """Known before anything starts: which stages they are, and where each is reached.
+
+    Attributes:
+        num_local: the stages before this one run here, the others elsewhere.
+        access: how links between machines are protected.
+        socket: becomes readable when there may be something to `receive`.
+        own_input: where what other machines send to this one's first stage arrives.
+    """
+
+    num_local: int
+    access: LinkAccess
+    socket: zmq.Socket[bytes]
+    own_input: str
+
+    def input_of(self, stage_index: int) -> str:
+        """Where the stage before reaches this one: an address of another machine."""
+        ...
+
+    def machine_of(self, stage_index: int) -> str:
+        """A name for the machine it runs on; empty for this one. Memory is shared only within one."""
+        ...
+
+    def start(self, configs: Sequence[WorkerConfig]) -> None:
+        """Start the processes of these stages, all that are not here; what a machine knows better, it fills in."""
+        ...
+
+    def control(self, stage_index: int) -> Channel:
+        """To the thread that computes; in order, and only after the stage has said something."""
+        ...
+
+    def responder(self, stage_index: int) -> Channel:
+        """To the thread that is never busy. What is sent before that is there gets lost."""
+        ...
+
+    def receive(self) -> bytes | None:
+        """A stage's next message; None if there is none now. Raises: WorkerLost if one, or its machine, is gone."""
+        ...
+
+    def end(self, patience_s: float) -> None:
+        """End the processes, those at once that have not left after `patience_s`; does not wait. Can be repeated."""
+        ...
