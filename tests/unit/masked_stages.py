@@ -113,15 +113,22 @@ class MaskedStages(SimulatedStages):
 
     def _run(self, microbatch: Microbatch) -> MicrobatchResult:
         rows = set(microbatch.sampling_rows)
-        contexts = {row: self._context(microbatch, row) for row in range(microbatch.num_rows)}
+        token_ids = self._token_ids(microbatch)
+        contexts = {row: self._context(microbatch, row, token_ids) for row in range(microbatch.num_rows)}
+        # What a row without a mask gets is known now; the others' tokens are awaited by nobody.
+        tokens = [
+            NO_TOKEN if row in microbatch.masked_rows else next_token(contexts[row])
+            for row in microbatch.sampling_rows
+        ]
+        self._sampled.add(MicrobatchResult(microbatch.epoch, microbatch.number, tokens, [], []))
         self._unanswered.append((microbatch, {row: context for row, context in contexts.items() if row in rows}))
         return MicrobatchResult(microbatch.epoch, microbatch.number, [], [], [])
 
-    def _context(self, microbatch: Microbatch, row: int) -> list[int]:
+    def _context(self, microbatch: Microbatch, row: int, token_ids: list[int]) -> list[int]:
         starts = [0, *microbatch.row_ends]
         table, size = self._tables[microbatch.request_numbers[row]], self.limits.block_size
         computed = microbatch.num_computed_tokens[row]
-        for offset, token_id in enumerate(microbatch.token_ids[starts[row] : starts[row + 1]]):
+        for offset, token_id in enumerate(token_ids[starts[row] : starts[row + 1]]):
             position = computed + offset
             self._slots[table[position // size], position % size] = (position, token_id)
         context = []

@@ -16,6 +16,7 @@ from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, Microbat
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.sampling import SamplerSpec
 from stageline.scheduler.scheduler import Scheduler
+from stageline.worker.sampled_tokens import SampledTokens
 
 VOCAB_SIZE = 50
 
@@ -55,6 +56,7 @@ class SimulatedStages:
         self._tables: dict[int, list[int]] = {}
         self._tokens: dict[int, dict[int, int]] = {}
         self._results: deque[MicrobatchResult] = deque()
+        self._sampled = SampledTokens()
 
     def launch(self, microbatch: Microbatch) -> None:
         check_microbatch(microbatch, self.limits)
@@ -69,13 +71,26 @@ class SimulatedStages:
         assert len(self._tables) <= self.limits.max_num_seqs
         self._results.append(self._run(microbatch))
 
+    def _token_ids(self, microbatch: Microbatch) -> list[int]:
+        """With those that had to be sampled first."""
+        token_ids = list(microbatch.token_ids)
+        self._sampled.announce(microbatch)
+        if (awaited := self._sampled.take()) is not None:
+            assert awaited.microbatch is microbatch
+            for row, token_id in zip(microbatch.pending_rows, awaited.token_ids, strict=True):
+                token_ids[row] = token_id
+        else:
+            assert not microbatch.pending_rows
+        return token_ids
+
     def _run(self, microbatch: Microbatch) -> MicrobatchResult:
         tokens: list[int] = []
+        token_ids = self._token_ids(microbatch)
         starts = [0, *microbatch.row_ends]
         for row, number in enumerate(microbatch.request_numbers):
             table, size = self._tables[number], self.limits.block_size
             computed = microbatch.num_computed_tokens[row]
-            for offset, token_id in enumerate(microbatch.token_ids[starts[row] : starts[row + 1]]):
+            for offset, token_id in enumerate(token_ids[starts[row] : starts[row + 1]]):
                 position = computed + offset
                 self._slots[table[position // size], position % size] = (position, token_id)
             context = []
@@ -85,7 +100,9 @@ class SimulatedStages:
                 context.append(token_id)
             if row in microbatch.sampling_rows:
                 tokens.append(next_token(context))
-        return MicrobatchResult(microbatch.epoch, microbatch.number, tokens, [], [])
+        result = MicrobatchResult(microbatch.epoch, microbatch.number, tokens, [], [])
+        self._sampled.add(result)
+        return result
 
     def answer(self) -> MicrobatchResult:
         return self._results.popleft()
@@ -97,7 +114,7 @@ class SimulatedEngine:
     def __init__(self, scheduler: Scheduler, stages: SimulatedStages) -> None:
         self.scheduler = scheduler
         self.stages = stages
-        self.in_flight = InFlight(scheduler.window)
+        self.in_flight = InFlight(scheduler.most_in_flight)
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, str] = {}
         self._sampling_in_flight: deque[set[int]] = deque()
@@ -112,17 +129,29 @@ class SimulatedEngine:
             self._take([update])
 
     def fill(self) -> None:
-        self.in_flight.window = self.scheduler.window
+        self.in_flight.window = self.scheduler.most_in_flight
         while self.in_flight.has_room:
             microbatch = self.scheduler.schedule(0.0)
             if microbatch is None:
                 return
             sampling = {microbatch.request_numbers[row] for row in microbatch.sampling_rows}
-            waiting_for_token = set().union(*self._sampling_in_flight)
-            assert not waiting_for_token & set(microbatch.request_numbers), "scheduled while its token is in flight"
+            self._check_pending_rows(microbatch)
             self._sampling_in_flight.append(sampling)
             self.in_flight.launched(microbatch)
             self.stages.launch(microbatch)
+
+    def _check_pending_rows(self, microbatch: Microbatch) -> None:
+        """A row is pending exactly if its token is in flight, and then in the oldest microbatch."""
+        numbers = microbatch.request_numbers
+        pending = {numbers[row] for row in microbatch.pending_rows}
+        waiting_for_token = set().union(*self._sampling_in_flight)
+        assert waiting_for_token & set(numbers) == pending, "scheduled while its token is in flight"
+        later = list(self._sampling_in_flight)[1:]
+        assert not set().union(*later) & pending, "awaits a token that is not in the oldest microbatch"
+        if self.in_flight.microbatches:
+            assert microbatch.oldest == self.in_flight.microbatches[0].number
+        if pending:
+            assert len(self.in_flight) >= self.scheduler.window, "looks ahead while the window has room"
 
     def step(self) -> bool:
         """Fill the window and take one result. False if there is nothing left to do."""

@@ -37,6 +37,7 @@ def make_engine(
     max_chunk_tokens=None,
     prefix_caching=True,
     max_decode_slowdown=math.inf,
+    look_ahead=False,
 ) -> SimulatedEngine:
     kv = KVCacheManager(num_blocks, BLOCK_SIZE, prefix_caching)
     limits = SchedulerLimits(
@@ -47,6 +48,7 @@ def make_engine(
         max_model_len=max_model_len,
         max_chunk_tokens=max_chunk_tokens,
         max_decode_slowdown=max_decode_slowdown,
+        look_ahead=look_ahead,
     )
     stages = SimulatedStages(
         MicrobatchLimits(num_blocks, BLOCK_SIZE, VOCAB_SIZE, max_num_seqs, max_num_batched_tokens, max_model_len)
@@ -70,6 +72,7 @@ def test_every_request_ends_with_its_own_tokens_and_every_block_comes_back(data)
         max_chunk_tokens=data.draw(st.sampled_from([None, 1, 3, 7]), "chunk"),
         prefix_caching=data.draw(st.booleans(), "prefix caching"),
         max_decode_slowdown=data.draw(st.sampled_from([math.inf, 1.5]), "max_decode_slowdown"),
+        look_ahead=data.draw(st.booleans(), "look-ahead"),
     )
     longest = num_blocks * BLOCK_SIZE
     asked, aborted = {}, set()
@@ -112,10 +115,11 @@ def decode_sizes(engine, num_results):
     return [m.num_rows for m in engine.stages.launched[first:] if m.num_tokens == m.num_rows]
 
 
+@pytest.mark.parametrize("look_ahead", [False, True])
 @pytest.mark.parametrize(("num_requests", "num_stages"), [(64, 2), (64, 4), (63, 4), (10, 3)])
-def test_a_burst_is_levelled_over_the_window(num_requests, num_stages):
+def test_a_burst_is_levelled_over_the_window(num_requests, num_stages, look_ahead):
     """64 requests on 2 stages decode as 32 + 32, not 64 + 0."""
-    engine = make_engine(num_stages=num_stages)
+    engine = make_engine(num_stages=num_stages, look_ahead=look_ahead)
     for index in range(num_requests):
         engine.add(engine_request(str(index), [index % VOCAB_SIZE] * 10, 200))
     while engine.scheduler.num_waiting:
@@ -128,8 +132,9 @@ def test_a_burst_is_levelled_over_the_window(num_requests, num_stages):
         assert sum(sizes[first : first + num_stages]) == num_requests
 
 
-def test_groups_stay_level_as_requests_of_different_lengths_finish():
-    engine = make_engine(num_stages=2)
+@pytest.mark.parametrize("look_ahead", [False, True])
+def test_groups_stay_level_as_requests_of_different_lengths_finish(look_ahead):
+    engine = make_engine(num_stages=2, look_ahead=look_ahead)
     lengths = random.Random(1)
     for index in range(64):
         # The first half ends early: without levelling one group would be left almost alone.

@@ -25,7 +25,7 @@ from tests.unit.simulated_stages import VOCAB_SIZE, engine_request, expected_out
 BLOCK_SIZE = 4
 
 
-def make_engine(num_stages: int = 2, num_blocks: int = 1000, window: int | None = None, chunk: int | None = None):
+def make_engine(num_stages: int = 2, num_blocks: int = 1000, window: int | None = None, chunk: int | None = None, look_ahead=False):
     kv = KVCacheManager(num_blocks, BLOCK_SIZE, True)
     limits = SchedulerLimits(
         num_stages=num_stages,
@@ -34,6 +34,7 @@ def make_engine(num_stages: int = 2, num_blocks: int = 1000, window: int | None 
         max_num_batched_tokens=64,
         max_model_len=2000,
         max_chunk_tokens=chunk,
+        look_ahead=look_ahead,
     )
     masks = ControlledMasks()
     stages = MaskedStages(MicrobatchLimits(num_blocks, BLOCK_SIZE, VOCAB_SIZE, 16, 64, 2000))
@@ -57,6 +58,7 @@ def test_tokens_do_not_depend_on_when_masks_come(data):
         num_blocks=num_blocks,
         window=data.draw(st.integers(1, 5), "window"),
         chunk=data.draw(st.sampled_from([None, 1, 5]), "chunk"),
+        look_ahead=data.draw(st.booleans(), "look-ahead"),
     )
 
     def release_some(masks: ControlledMasks) -> None:

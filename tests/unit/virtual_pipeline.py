@@ -64,7 +64,7 @@ class VirtualPipeline:
         self._hop_s = hop_s
         self._noise = noise
         self._free_s = [0.0] * len(costs)
-        self._in_flight = InFlight(scheduler.window)
+        self._in_flight = InFlight(scheduler.most_in_flight)
         self._results: deque[tuple[float, MicrobatchResult]] = deque()
         self._arrivals: deque[tuple[float, EngineRequest]] = deque()
 
@@ -99,7 +99,7 @@ class VirtualPipeline:
         return True
 
     def _fill(self) -> None:
-        self._in_flight.window = self.scheduler.window
+        self._in_flight.window = self.scheduler.most_in_flight
         while self._in_flight.has_room and (microbatch := self.scheduler.schedule(self.now_s)) is not None:
             self._in_flight.launched(microbatch)
             self.launched.append(microbatch)

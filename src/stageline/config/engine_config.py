@@ -106,6 +106,10 @@ class EngineConfig:
         "answered: low for even streams, high for early first tokens; many prompts at once get more",
         group="scheduling", metavar="TIMES",
     )
+    look_ahead: bool = setting(
+        True, "while the pipeline is full, announce decodes to the stages before their tokens are known; the first "
+        "stage gets these from the last", group="scheduling",
+    )
 
     @property
     def prefill_chunk_tokens(self) -> int | None:

@@ -56,8 +56,8 @@ class Microbatch(msgspec.Struct, frozen=True, array_like=True, tag="microbatch")
         token_ids: [sum(num_scheduled_tokens)] the rows' new tokens, row by row.
         sampling_rows: rows whose last token's logits give a new token; ascending.
         masked_rows: those of them whose token must be one that a mask allows, which comes as `TokenMasks`; ascending.
-        oldest: the oldest microbatch that was in flight when this one was launched, perhaps this one itself; nobody asks
-            for the tokens of earlier ones any more. -1 if that is not said.
+        oldest: the oldest microbatch that was in flight when this one was launched, perhaps this one itself; nobody
+            asks for the tokens of earlier ones any more. -1 if that is not said.
         pending_rows: decodes whose one new token is not known yet, for it is one that `oldest` samples; ascending. In
             `token_ids` a 0 holds its place.
         pending_places: [pending rows] which of the tokens that `oldest` samples it is.

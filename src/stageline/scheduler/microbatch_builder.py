@@ -20,6 +20,8 @@ class MicrobatchBuilder:
         self._token_ids: list[int] = []
         self._sampling_rows: list[int] = []
         self._masked_rows: list[int] = []
+        self._pending_rows: list[int] = []
+        self._pending_places: list[int] = []
 
     @property
     def shape(self) -> MicrobatchShape:
@@ -50,13 +52,23 @@ class MicrobatchBuilder:
             self._sampling_rows.append(len(self.requests))
             if request.asked.grammar is not None:
                 self._masked_rows.append(len(self.requests))
-        self.requests.append(request)
-        self.num_tokens += num_tokens
-        self._num_computed.append(first)
-        self._num_scheduled.append(num_tokens)
-        self._token_ids.extend(request.token_ids[first : first + num_tokens])
+        self._append(request, request.token_ids[first : first + num_tokens])
 
-    def build(self, epoch: int, number: int, removed: list[int]) -> Microbatch:
+    def add_pending_row(self, request: ScheduledRequest, place: int) -> None:
+        """Schedule the token that is in flight. Args: place: among those that the oldest microbatch samples."""
+        self._sampling_rows.append(len(self.requests))
+        self._pending_rows.append(len(self.requests))
+        self._pending_places.append(place)
+        self._append(request, [0])
+
+    def _append(self, request: ScheduledRequest, token_ids: list[int]) -> None:
+        self.requests.append(request)
+        self.num_tokens += len(token_ids)
+        self._num_computed.append(request.num_computed_tokens)
+        self._num_scheduled.append(len(token_ids))
+        self._token_ids.extend(token_ids)
+
+    def build(self, epoch: int, number: int, removed: list[int], oldest: int) -> Microbatch:
         return Microbatch(
             epoch=epoch,
             number=number,
@@ -69,4 +81,7 @@ class MicrobatchBuilder:
             token_ids=self._token_ids,
             sampling_rows=self._sampling_rows,
             masked_rows=self._masked_rows,
+            oldest=oldest,
+            pending_rows=self._pending_rows,
+            pending_places=self._pending_places,
         )

@@ -16,7 +16,7 @@ class RunningRequests:
     Attributes:
         ready: one known token is to be computed: a decode.
         prefilling: more than one is.
-        ending: nothing is; the token that they wait for is their last.
+        ending: nothing is; the tokens that they wait for are their last.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class RunningRequests:
             queue = self.ready
         elif gap > 1:
             queue = self.prefilling
-        elif request.num_output_tokens + 1 >= request.asked.max_tokens:
+        elif request.is_ending:
             queue = self.ending
         for other in (self.ready, self.prefilling, self.ending):
             if other is not queue:

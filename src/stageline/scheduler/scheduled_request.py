@@ -66,8 +66,16 @@ class ScheduledRequest:
 
     @property
     def gap(self) -> int:
-        """Known tokens that no microbatch covers yet: 0 waits for its token, 1 is a decode, more is a prefill."""
+        """Known tokens that no microbatch covers yet: 0 waits for its token, 1 is a decode, more is a prefill.
+
+        -1 waits for two: the decode of the one in flight was announced as well.
+        """
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_ending(self) -> bool:
+        """Nothing is left to be scheduled: the tokens that it waits for are its last."""
+        return self.gap <= 0 and self.num_output_tokens + 1 - self.gap >= self.asked.max_tokens
 
     @property
     def has_undescribed_tokens(self) -> bool:

@@ -1,14 +1,15 @@
 """The scheduler: emits microbatches, takes their results, decides everything about order, memory and preemption.
 
 No phases: a request has computed tokens chasing known ones. A gap of 0 waits for its token, 1 is a decode, more is a
-prefill or a recomputation. A decode is never in flight twice, because its next token is not known; chunks of one prompt
-follow each other into the pipeline without waiting.
+prefill or a recomputation. A decode is not in flight twice, because its next token is not known; chunks of one prompt
+follow each other into the pipeline without waiting. With look-ahead there is one exception: once the window is full,
+the decodes that follow the oldest microbatch are announced, as one microbatch more; the first stage gets their tokens
+from the last one. A new prompt then waits for one microbatch more than without; if the window is not full, for none.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from stageline.errors import InternalError, RequestError
 from stageline.grammar.mask_pool import MaskPool
@@ -18,6 +19,7 @@ from stageline.outputs import FinishReason
 from stageline.pipeline.microbatch import NO_TOKEN, Microbatch, MicrobatchResult, TokenMasks
 from stageline.request import EngineRequest, RequestFailure, RequestUpdate
 from stageline.sampling import TokenLogprobs
+from stageline.scheduler.admission import check_can_be_served
 from stageline.scheduler.budget import (
     MIN_CHUNK_TOKENS,
     PrefillRoom,
@@ -26,37 +28,14 @@ from stageline.scheduler.budget import (
     decode_slowdown,
 )
 from stageline.scheduler.guides import Guides
+from stageline.scheduler.launched import LaunchedMicrobatches, Successor
+from stageline.scheduler.limits import SchedulerLimits
 from stageline.scheduler.microbatch_builder import MicrobatchBuilder
 from stageline.scheduler.news import News
 from stageline.scheduler.pace import Pace
 from stageline.scheduler.running_requests import RunningRequests
 from stageline.scheduler.scheduled_request import Rank, ScheduledRequest
 from stageline.scheduler.waiting_queue import WaitingQueue
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Upper bounds the scheduler keeps.
-
-    Args:
-        num_stages: stages of the pipeline.
-        window: microbatches that may be in flight, at least.
-        widest_window: how many may be if measured times make it worthwhile; None for no more than `window`.
-        max_num_seqs: requests running at once.
-        max_num_batched_tokens: tokens in one microbatch.
-        max_model_len: tokens of one request.
-        max_chunk_tokens: tokens of one prompt in one microbatch, or None for no bound of its own.
-        max_decode_slowdown: how many times longer than with decodes alone a microbatch may take because of a prompt.
-    """
-
-    num_stages: int
-    window: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    max_chunk_tokens: int | None = None
-    widest_window: int | None = None
-    max_decode_slowdown: float = math.inf
 
 
 class Scheduler:
@@ -79,7 +58,7 @@ class Scheduler:
         self._num_prefix_queries_tokens = 0
         self._num_prefix_hits_tokens = 0
         self._removed: list[int] = []
-        self._launched_s: dict[int, float] = {}
+        self._launched = LaunchedMicrobatches()
         self._pace = Pace(limits.window, limits.widest_window or limits.window)
 
     # ---- requests come and go ----
@@ -88,6 +67,11 @@ class Scheduler:
     def window(self) -> int:
         """Microbatches that should be in flight."""
         return self._pace.window
+
+    @property
+    def most_in_flight(self) -> int:
+        """Microbatches that may be in flight."""
+        return self._pace.window + self.limits.look_ahead
 
     @property
     def num_unfinished(self) -> int:
@@ -148,22 +132,7 @@ class Scheduler:
 
     def add(self, asked: EngineRequest) -> None:
         """Queue a request. Raises: RequestError if it can never fit, with the numbers."""
-        num_tokens = len(asked.prompt_token_ids) + asked.max_tokens
-        if not asked.prompt_token_ids or num_tokens > self.limits.max_model_len:
-            raise RequestError(
-                f"{len(asked.prompt_token_ids)} prompt tokens and max_tokens {asked.max_tokens} for a model length of "
-                f"{self.limits.max_model_len}; shorten the prompt or lower max_tokens",
-                "prompt",
-            )
-        # The last token is never fed back, so its key and value need no place.
-        num_blocks = self._kv.blocks_for(num_tokens - 1)
-        if num_blocks > self._kv.num_blocks:
-            raise RequestError(
-                f"{len(asked.prompt_token_ids)} prompt tokens and max_tokens {asked.max_tokens} need {num_blocks} "
-                f"KV cache blocks of {self._kv.block_size} tokens, but the pipeline has {self._kv.num_blocks}; lower "
-                f"max_tokens, shorten the prompt, or give the engine more --kv-cache-memory",
-                "max_tokens",
-            )
+        check_can_be_served(asked, self.limits.max_model_len, self._kv)
         if asked.request_id in self._by_id:
             raise RequestError(f"request id {asked.request_id!r} is in use; choose another", "request_id")
         table = BlockTable(asked.cache_salt)
@@ -199,20 +168,26 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> Microbatch | None:
         """The next microbatch, or None if nothing can be scheduled now. The caller launches it at once."""
-        builder = MicrobatchBuilder()
-        self._schedule_decodes(builder)
+        builder, successors = MicrobatchBuilder(), []
+        if self.limits.look_ahead and len(self._launched) >= self._pace.window:
+            successors = self._launched.successors(self._running)
+            if not successors:
+                return None
+        self._schedule_decodes(builder, successors)
         if self._running.prefilling or (self._waiting and len(self._running) < self.limits.max_num_seqs):
             self._schedule_prompts(builder, now_s)
         if not builder.requests:
             return None
-        microbatch = builder.build(self._epoch, self._next_microbatch, self._removed)
+        number, oldest = self._next_microbatch, self._launched.oldest
+        microbatch = builder.build(self._epoch, number, self._removed, number if oldest is None else oldest)
         self._guides.launched(microbatch, builder.requests)
-        self._launched_s[microbatch.number] = now_s
+        self._launched.add(microbatch, builder.requests, now_s)
         self._next_microbatch += 1
         self._removed = []
         return microbatch
 
-    def _schedule_decodes(self, builder: MicrobatchBuilder) -> None:
+    def _schedule_decodes(self, builder: MicrobatchBuilder, successors: list[Successor]) -> None:
+        """Those whose tokens are known come first, for they have waited longer."""
         num_decoding = self._running.num_decoding
         share, taken = num_decoding / self._pace.window, 0.0
         while self._running.ready and taken < share and builder.num_tokens < self.limits.max_num_batched_tokens:
@@ -223,6 +198,24 @@ class Scheduler:
             if len(self._running) == 1:
                 break
             self._preempt(request)
+        for successor in successors:
+            if taken >= share or builder.num_tokens >= self.limits.max_num_batched_tokens:
+                break
+            if self._announce(builder, successor):
+                taken += self._pace.decode_weight(successor.request.num_computed_tokens)
+
+    def _announce(self, builder: MicrobatchBuilder, successor: Successor) -> bool:
+        """Add a row whose token is in flight. Nobody is preempted for it, for the request may have ended."""
+        request = successor.request
+        if request not in self._running:
+            return False
+        block_ids = self._kv.extend(request.table, request.num_computed_tokens + 1)
+        if block_ids is None:
+            return False
+        builder.extend_table(request, block_ids)
+        builder.add_pending_row(request, successor.place)
+        self._count_row(request, 1)
+        return True
 
     def _prefill_room(self, builder: MicrobatchBuilder) -> PrefillRoom:
         num_tokens, work = self.limits.max_num_batched_tokens - builder.num_tokens, self._prompt_work()
@@ -362,10 +355,18 @@ class Scheduler:
 
     def _add_row(self, builder: MicrobatchBuilder, request: ScheduledRequest, num_tokens: int) -> None:
         builder.add_row(request, num_tokens)
+        self._count_row(request, num_tokens)
+        self._publish_blocks(request)
+
+    def _count_row(self, request: ScheduledRequest, num_tokens: int) -> None:
         request.num_computed_tokens += num_tokens
         request.num_in_flight += 1
-        self._kv.launched(request.table, request.token_ids, request.num_computed_tokens)
         self._running.sort_in(request)
+
+    def _publish_blocks(self, request: ScheduledRequest) -> None:
+        """What is launched can be shared, as far as it is known which tokens it is of."""
+        num_tokens = min(request.num_computed_tokens, len(request.token_ids))
+        self._kv.launched(request.table, request.token_ids, num_tokens)
 
     # ---- memory runs out ----
 
@@ -433,7 +434,7 @@ class Scheduler:
         return list(news.values())
 
     def _learn(self, microbatch: Microbatch, result: MicrobatchResult, now_s: float) -> None:
-        self._pace.observe(microbatch, result, now_s - self._launched_s.pop(microbatch.number))
+        self._pace.observe(microbatch, result, self._launched.answered(microbatch, now_s))
         if self._pace.is_due:
             self._pace.choose_window([request.num_computed_tokens for request in self._running.decoding()])
 
@@ -463,6 +464,8 @@ class Scheduler:
             news.finish_reason, news.stop_reason = cause
         else:
             self._running.sort_in(request)
+            if request.gap < 1:
+                self._publish_blocks(request)
 
     def take_masks(self, now_s: float) -> tuple[list[TokenMasks], list[RequestUpdate]]:
         """What came of the masks since this was asked before; requests that waited for theirs may be scheduled again.
