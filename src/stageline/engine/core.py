@@ -31,7 +31,7 @@ class EngineCore:
         self.recorder = Recorder()
         self._executor = executor
         self._scheduler = scheduler
-        self._in_flight = InFlight(scheduler.window)
+        self._in_flight = InFlight(scheduler.most_in_flight)
         self._clock = clock
         self._in_flight_since_s: float | None = None
         self._launched_s: dict[int, float] = {}
@@ -136,7 +136,7 @@ class EngineCore:
 
     def _fill_window(self) -> None:
         self._send_masks()
-        self._in_flight.window = self._scheduler.window
+        self._in_flight.window = self._scheduler.most_in_flight
         while self._in_flight.has_room:
             start_s = self._clock.now_s()
             microbatch = self._scheduler.schedule(start_s)

@@ -20,7 +20,8 @@ from stageline.errors import ConfigError
 from stageline.executor.executor import Executor, OnProgress
 from stageline.executor.in_process import InProcessExecutor
 from stageline.executor.messages import StageLoaded
-from stageline.executor.multi_process import MultiProcessExecutor, available_cores
+from stageline.executor.multi_process import MultiProcessExecutor
+from stageline.executor.stage_processes import available_cores
 from stageline.grammar.compiler import GrammarCompiler
 from stageline.grammar.mask_pool import MaskPool
 from stageline.kv.kv_cache_manager import KVCacheManager
@@ -28,7 +29,8 @@ from stageline.kv.kv_plan import KVPlan, parse_kv_cache_memory, plan_kv_cache
 from stageline.kv.kv_size import kv_bytes_per_token
 from stageline.pipeline.microbatch import MicrobatchLimits
 from stageline.pipeline.partition import StageLayers
-from stageline.scheduler.scheduler import Scheduler, SchedulerLimits
+from stageline.scheduler.limits import SchedulerLimits
+from stageline.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -215,6 +217,8 @@ def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimit
         max_model_len=max_model_len,
         max_chunk_tokens=config.prefill_chunk_tokens,
         max_decode_slowdown=config.max_decode_slowdown,
+        # Where stages take turns in one process, a result is there as soon as its microbatch is waited for.
+        look_ahead=config.look_ahead and config.distributed_executor_backend != "in_process",
     )
 
 

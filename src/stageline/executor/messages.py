@@ -59,8 +59,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             `caller_name.control` and `caller_name.ping`, for what it would otherwise listen for.
         access: how its TCP links are protected.
         output_address: where its activations go; None for the last stage.
-        token_input_address: where the first stage gets sampled tokens from the last; None on others, for a single stage,
-            and without look-ahead.
+        token_input_address: where the first stage gets sampled tokens from the last; None on others, for a single
+            stage, and without look-ahead.
         token_output_address: the same address, for the last stage.
         slowdown, input_delay_s: faults for tests; see `stageline.pipeline.slowdown.Slowdown`.
         calibration: if set, its layers are assigned after it, and the two numbers here mean nothing.
