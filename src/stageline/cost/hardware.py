@@ -48,6 +48,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         layer_overhead_s, microbatch_overhead_s: fixed time of a layer and of a microbatch on a stage (launching).
         matmul_rates: if measured, these tell the time of matrix products, between them by interpolation; ascending.
         attention_bytes_per_s: if measured, the rate at which decodes read the KV cache.
+        sampling_s: of a microbatch, on the last stage.
         price_per_hour: in any currency; 0 if it does not matter.
     """
 
@@ -63,6 +64,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     microbatch_overhead_s: float = 0.0
     matmul_rates: tuple[MatmulRate, ...] = ()
     attention_bytes_per_s: float | None = None
+    sampling_s: float = 0.0
     price_per_hour: float = 0.0
 
     @property
@@ -177,6 +179,7 @@ def check_hardware(table: HardwareTable, source: str) -> None:
         rest = {
             "layer_overhead_s": device.layer_overhead_s,
             "microbatch_overhead_s": device.microbatch_overhead_s,
+            "sampling_s": device.sampling_s,
             "price_per_hour": device.price_per_hour,
             "reserved_bytes": device.reserved_bytes or 0.0,
         }

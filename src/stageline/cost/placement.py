@@ -6,21 +6,17 @@ read off the ring.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from stageline.cost.communication import hop_bytes, hop_s, wire_s
 from stageline.cost.hardware import Link
-from stageline.cost.model_costs import ModelCosts
+from stageline.cost.model_costs import ItemShape, ModelCosts
 from stageline.cost.ring import Ring, makespan_s
-from stageline.cost.roofline import StageDevices, stage_s
+from stageline.cost.roofline import StageDevices, StageParts, counted_items, stage_parts
 from stageline.cost.stage_time import MicrobatchShape
 from stageline.errors import ConfigError
 from stageline.pipeline.partition import StageLayers, stages_of
-
-StageSeconds = Callable[[MicrobatchShape], tuple[float, ...]]
-"""Seconds of every stage for a microbatch: from this model, or from what was measured."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +66,31 @@ class Placement:
     def cut(self) -> tuple[StageLayers, ...]:
         return stages_of(self.layer_counts)
 
+    @cached_property
+    def items(self) -> tuple[tuple[tuple[ItemShape, int], ...], ...]:
+        """[stages] what each runs."""
+        return tuple(counted_items(self.model, cut.layers, cut.is_first, cut.is_last) for cut in self.cut)
+
+    def parts(self, shape: MicrobatchShape) -> tuple[StageParts, ...]:
+        """[stages] of one microbatch. Stages that are alike are priced once."""
+        priced: dict[tuple[int, int], StageParts] = {}
+        found = []
+        for items, where in zip(self._alike, self.stages, strict=True):
+            key = (id(items), id(where))
+            if key not in priced:
+                priced[key] = stage_parts(items, self.model.hidden_bytes, where, shape)
+            found.append(priced[key])
+        return tuple(found)
+
     def stage_times_s(self, shape: MicrobatchShape) -> tuple[float, ...]:
         """[stages] of one microbatch."""
-        return tuple(
-            stage_s(self.model, cut.layers, cut.is_first, cut.is_last, where, shape)
-            for cut, where in zip(self.cut, self.stages, strict=True)
-        )
+        return tuple(parts.total_s for parts in self.parts(shape))
+
+    @cached_property
+    def _alike(self) -> tuple[tuple[tuple[ItemShape, int], ...], ...]:
+        """`items` with one object for all that are equal."""
+        first: dict[tuple[tuple[ItemShape, int], ...], tuple[tuple[ItemShape, int], ...]] = {}
+        return tuple(first.setdefault(items, items) for items in self.items)
 
     def ring(self, shape: MicrobatchShape) -> Ring:
         num_bytes = hop_bytes(shape.num_tokens, self.model.hidden_bytes, self.tensors_per_hop)

@@ -30,38 +30,63 @@ class StageDevices:
     link: Link
 
 
-def stage_s(
-    model: ModelCosts, layers: range, is_first: bool, is_last: bool, where: StageDevices, shape: MicrobatchShape
-) -> float:
-    """Time of one microbatch on one stage.
+@dataclass(frozen=True)
+class StageParts:
+    """What a microbatch's time on a stage is made of."""
+
+    matrices_s: float = 0.0
+    attention_s: float = 0.0
+    communication_s: float = 0.0
+    overhead_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.matrices_s + self.attention_s + self.communication_s + self.overhead_s
+
+    def plus(self, other: StageParts, times: int = 1) -> StageParts:
+        return StageParts(
+            self.matrices_s + times * other.matrices_s,
+            self.attention_s + times * other.attention_s,
+            self.communication_s + times * other.communication_s,
+            self.overhead_s + times * other.overhead_s,
+        )
+
+
+def counted_items(model: ModelCosts, layers: range, is_first: bool, is_last: bool) -> tuple[tuple[ItemShape, int], ...]:
+    """A stage's items, equal ones once with how many there are: layers of one kind take the same.
 
     Args:
         layers: the stage's.
         is_first, is_last: it has the embedding; it has the head.
     """
-    items = [model.layers[layer] for layer in layers]
-    ends = ([model.embedding] if is_first else []) + ([model.head] if is_last else [])
-    return where.device.microbatch_overhead_s + sum(
-        count * item_s(item, model.hidden_bytes, where, shape) for item, count in _counted(items + ends)
-    )
-
-
-def _counted(items: Sequence[ItemShape]) -> list[tuple[ItemShape, int]]:
-    """Equal items once, with how many there are: layers of one kind take the same."""
     counts: dict[ItemShape, int] = {}
-    for item in items:
+    ends = ([model.embedding] if is_first else []) + ([model.head] if is_last else [])
+    for item in [*model.layers[layers.start : layers.stop], *ends]:
         counts[item] = counts.get(item, 0) + 1
-    return list(counts.items())
+    return tuple(counts.items())
 
 
-def item_s(item: ItemShape, hidden_bytes: float, where: StageDevices, shape: MicrobatchShape) -> float:
-    """Time of one microbatch in one item, its share of the all-reduces included."""
+def stage_parts(
+    items: Sequence[tuple[ItemShape, int]], hidden_bytes: float, where: StageDevices, shape: MicrobatchShape
+) -> StageParts:
+    """One microbatch on one stage. Args: items: as `counted_items` gives them."""
+    parts = StageParts(overhead_s=where.device.microbatch_overhead_s)
+    for item, count in items:
+        parts = parts.plus(item_parts(item, hidden_bytes, where, shape), count)
+    return parts
+
+
+def item_parts(item: ItemShape, hidden_bytes: float, where: StageDevices, shape: MicrobatchShape) -> StageParts:
+    """One microbatch in one item."""
     rows = num_rows(item, shape)
     if not rows:
-        return 0.0
-    computing_s = matrices_s(item, where, rows) + attention_s(item, where, shape)
-    overhead_s = where.device.layer_overhead_s if item.kv_bytes_per_token else 0.0
-    return computing_s + overhead_s + _communication_s(item, hidden_bytes, where, rows)
+        return StageParts()
+    return StageParts(
+        matrices_s=matrices_s(item, where, rows),
+        attention_s=attention_s(item, where, shape),
+        communication_s=_communication_s(item, hidden_bytes, where, rows),
+        overhead_s=where.device.layer_overhead_s if item.kv_bytes_per_token else 0.0,
+    )
 
 
 def num_rows(item: ItemShape, shape: MicrobatchShape) -> int:

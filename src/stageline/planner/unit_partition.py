@@ -1,0 +1,220 @@
+"""Which units run which layers when units differ: the best choice of units, their order, and the cut.
+
+A unit is the devices of one stage. One idea: try a time T. A set of units, in the best order, reaches furthest into the
+model if every unit takes as many layers as it can within T and its memory; the furthest reach of a set is the best
+over which unit comes last. Units of one kind are interchangeable, so a set is a count per kind. The smallest T at which
+some set of the wanted size reaches the end is the best, exactly: it is one of the sums of consecutive layers' times.
+
+Source: the chains-to-chains partition problem on heterogeneous processors, dynamic programming over subsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from stageline.pipeline.partition import default_layer_counts
+
+MOST_STATES = 1 << 16
+"""Counts per kind that are tried: 16 units that all differ; more units when several are alike."""
+
+_Times = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class UnitKind:
+    """Units that are alike.
+
+    Args:
+        count: how many there are.
+        layers_s: [layers] time of each for the planned microbatch; `embedding_s` and `head_s` at the ends.
+        layer_bytes: [layers] weights and the planned KV cache, per device; `embedding_bytes` and `head_bytes` at the
+            ends; `shared_bytes` is saved by a unit that has both.
+        room_bytes: for all of these, per device.
+    """
+
+    count: int
+    layers_s: tuple[float, ...]
+    embedding_s: float
+    head_s: float
+    layer_bytes: tuple[float, ...]
+    embedding_bytes: float
+    head_bytes: float
+    shared_bytes: float
+    room_bytes: float
+
+
+@dataclass(frozen=True)
+class UnitPartition:
+    """Args:
+    kinds: [stages] which kind each stage's unit is of.
+    layer_counts: [stages]
+    slowest_s: the slowest stage's time, items only.
+    """
+
+    kinds: tuple[int, ...]
+    layer_counts: tuple[int, ...]
+    slowest_s: float
+
+
+def best_unit_partition(kinds: Sequence[UnitKind], num_stages: int) -> UnitPartition | None:
+    """The partition over `num_stages` of the units whose slowest stage is fastest; None if none fits the memory.
+
+    With more than MOST_STATES sets, units keep the order of their kinds, and only the cut is chosen.
+    """
+    num_layers = len(kinds[0].layers_s)
+    if num_stages > num_layers or num_stages > sum(kind.count for kind in kinds):
+        return None
+    search = _Search(kinds, num_stages)
+    times = search.candidates()
+    if search.order_at(int(times[-1])) is None:
+        return None
+    low, high = 0, len(times) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if search.order_at(int(times[middle])) is None:
+            low = middle + 1
+        else:
+            high = middle
+    order = search.order_at(int(times[low]))
+    assert order is not None, "the search ends at a time that works"
+    counts = search.level_counts(order, int(times[low]))
+    return UnitPartition(order, counts, float(times[low]) * 1e-9)
+
+
+class _Kind:
+    """One kind in whole nanoseconds, with sums of all layers before each."""
+
+    def __init__(self, kind: UnitKind) -> None:
+        self.times: _Times = np.concatenate(([0], np.cumsum(np.rint(np.array(kind.layers_s) * 1e9).astype(np.int64))))
+        self.bytes = np.concatenate(([0.0], np.cumsum(kind.layer_bytes)))
+        self.embedding_time, self.head_time = round(kind.embedding_s * 1e9), round(kind.head_s * 1e9)
+        self.kind = kind
+
+    def stage_times(self, is_last: bool) -> _Times:
+        """[first][end] of a stage with these layers; the diagonal and below are not stages."""
+        times = self.times[None, :] - self.times[:, None]
+        times[0, :] += self.embedding_time
+        if is_last:
+            times = times + self.head_time
+        return times
+
+    def fits(self, is_last: bool) -> npt.NDArray[np.bool_]:
+        """[first][end] whether a stage with these layers has the memory."""
+        kind = self.kind
+        needed = self.bytes[None, :] - self.bytes[:, None]
+        needed[0, :] += kind.embedding_bytes
+        if is_last:
+            needed = needed + kind.head_bytes
+            needed[0, :] -= kind.shared_bytes
+        return needed <= kind.room_bytes
+
+
+class _Search:
+    def __init__(self, kinds: Sequence[UnitKind], num_stages: int) -> None:
+        self._kinds = [_Kind(kind) for kind in kinds]
+        self._num_layers, self._num_stages = len(kinds[0].layers_s), num_stages
+        self._counts = [kind.count for kind in kinds]
+        indices = np.arange(self._num_layers + 1)
+        is_stage = indices[None, :] > indices[:, None]
+        self._middle = [np.where(is_stage & k.fits(False), k.stage_times(False), _NEVER) for k in self._kinds]
+        self._last = [np.where(is_stage & k.fits(True), k.stage_times(True), _NEVER) for k in self._kinds]
+        num_states = 1
+        for count in self._counts:
+            num_states *= count + 1
+        self._is_free = num_states <= MOST_STATES
+        if self._is_free:
+            self._strides = [1, *accumulate((count + 1 for count in self._counts[:-1]), lambda a, b: a * b)]
+            states = np.arange(num_states)
+            self._digits = [
+                states // stride % (count + 1) for stride, count in zip(self._strides, self._counts, strict=True)
+            ]
+            self._levels = sum(self._digits)
+
+    def candidates(self) -> _Times:
+        """All times that a stage can take, ascending."""
+        tables = [self._middle, self._last] if self._num_stages > 1 else [self._last]
+        times = np.unique(np.concatenate([table.ravel() for kind in tables for table in kind]))
+        possible = times[times < _NEVER]
+        return possible if len(possible) else times[:1] * 0
+
+    def order_at(self, time: int) -> tuple[int, ...] | None:
+        """The kinds of the stages, in order, of a partition within this time; None if there is none."""
+        return self._free_order(time) if self._is_free else self._fixed_order(time)
+
+    def _furthest(self, time: int, stages_before: int) -> list[npt.NDArray[np.int64]]:
+        """Per kind [layers + 1]: where a stage that begins at a layer ends at most; 0 if it cannot take one.
+
+        Each stage to come is left a layer.
+        """
+        most = self._num_layers - (self._num_stages - 1 - stages_before)
+        ends = np.arange(self._num_layers + 1)
+        return [np.where(times <= time, np.where(ends <= most, ends, 0)[None, :], 0).max(axis=1) for times in self._middle]
+
+    def _ends(self, time: int) -> list[npt.NDArray[np.bool_]]:
+        """Per kind [layers + 1]: whether a last stage can begin at a layer."""
+        return [times[:, self._num_layers] <= time for times in self._last]
+
+    def _free_order(self, time: int) -> tuple[int, ...] | None:
+        reach = np.full(len(self._levels), -1, dtype=np.int64)
+        before = np.full(len(self._levels), -1, dtype=np.int64)
+        reach[0] = 0
+        for level in range(self._num_stages - 1):
+            furthest = self._furthest(time, level)
+            states = np.flatnonzero((self._levels == level) & (reach >= 0))
+            for kind, (digits, stride) in enumerate(zip(self._digits, self._strides, strict=True)):
+                usable = states[digits[states] < self._counts[kind]]
+                end = furthest[kind][reach[usable]]
+                targets = usable + stride
+                better = (end > reach[targets]) & (end > 0)
+                reach[targets[better]], before[targets[better]] = end[better], kind
+        states = np.flatnonzero((self._levels == self._num_stages - 1) & (reach >= 0))
+        for kind, can_end in enumerate(self._ends(time)):
+            usable = states[(self._digits[kind][states] < self._counts[kind]) & can_end[reach[states]]]
+            if len(usable):
+                return self._way_to(int(usable[0]), before, kind)
+        return None
+
+    def _way_to(self, state: int, before: npt.NDArray[np.int64], last: int) -> tuple[int, ...]:
+        order = [last]
+        while state:
+            order.append(int(before[state]))
+            state -= self._strides[order[-1]]
+        return tuple(reversed(order))
+
+    def _fixed_order(self, time: int) -> tuple[int, ...] | None:
+        order = [kind for kind, count in enumerate(self._counts) for _ in range(count)][: self._num_stages]
+        position = 0
+        for stage, kind in enumerate(order[:-1]):
+            position = int(self._furthest(time, stage)[kind][position])
+            if not position:
+                return None
+        return tuple(order) if self._ends(time)[order[-1]][position] else None
+
+    def level_counts(self, order: Sequence[int], slowest: int) -> tuple[int, ...]:
+        """With the units in order and no stage slower: the most even cut; of equal ones that closest to the default."""
+        num_layers = self._num_layers
+        default_ends = list(accumulate(default_layer_counts(num_layers, self._num_stages)))
+        cost = np.full(num_layers + 1, np.inf)
+        cost[0] = 0.0
+        choices = []
+        for stage, kind in enumerate(order):
+            times = (self._last if stage == len(order) - 1 else self._middle)[kind]
+            share = np.where(times <= slowest, (times / max(slowest, 1)) ** 2, np.inf)
+            away = np.abs(np.arange(num_layers + 1) - default_ends[stage]) * _TIE
+            total = cost[:, None] + share + away[None, :]
+            choices.append(total.argmin(axis=0))
+            cost = total.min(axis=0)
+        ends = [num_layers]
+        for choice in reversed(choices):
+            ends.append(int(choice[ends[-1]]))
+        ends.reverse()
+        return tuple(end - first for first, end in pairwise(ends))
+
+
+_NEVER = np.iinfo(np.int64).max // 4
+_TIE = 1e-9
