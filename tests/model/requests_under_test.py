@@ -33,6 +33,12 @@ class RequestsUnderTest:
     def add(self, number: int, prompt: list[int], sampler: SamplerSpec | None = None) -> None:
         self.requests[number] = RequestUnderTest(prompt, sampler or SamplerSpec(seed=0), list(prompt))
 
+    def add_sharing(self, number: int, prompt: list[int], other: int, num_blocks: int) -> None:
+        """As `add`, with another request's first blocks, as the prefix cache gives them."""
+        self.add(number, prompt)
+        request, blocks = self.requests[number], self.requests[other].blocks[:num_blocks]
+        request.blocks, request.num_computed = list(blocks), num_blocks * self.limits.block_size
+
     def remove(self, number: int) -> None:
         self._free_blocks.extend(self.requests.pop(number).blocks)
         self._removed.append(number)
@@ -50,7 +56,7 @@ class RequestsUnderTest:
             new_blocks = self._allocate(request, end)
             if not request.is_added:
                 history = list(request.tokens) if request.sampler.needs_history else []
-                added.append(AddedRequest(number, len(request.prompt), new_blocks, request.sampler, history))
+                added.append(AddedRequest(number, len(request.prompt), list(request.blocks), request.sampler, history))
                 request.is_added = True
             elif new_blocks:
                 extended.append(ExtendedTable(number, new_blocks))

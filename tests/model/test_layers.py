@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as apply_phi3_rotary
 
 from stageline.checkpoint.model_spec import RopeSpec
 from stageline.errors import CheckpointError
@@ -164,3 +166,36 @@ def test_rotary_refuses_what_it_cannot_do(spec: RopeSpec, head_dim: int, words: 
         inverse_frequencies(spec, head_dim)
     assert all(word in str(refused.value) for word in words)
     assert math.isfinite(inverse_frequencies(RopeSpec(), 8).sum().item())
+
+
+@pytest.mark.parametrize("max_model_len", [64, 65])
+def test_longrope_has_the_divisors_of_the_length_it_serves(max_model_len: int) -> None:
+    """transformers chooses by the sequence at hand; a server knows its longest one, and its cache cannot turn again."""
+    short, long = [1.0, 1.1, 1.2, 1.3], [1.0, 2.0, 3.0, 4.0]
+    config = Phi3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": short,
+            "long_factor": long,
+            "partial_rotary_factor": 0.5,
+        },
+    )
+    positions = torch.arange(max_model_len)
+    x = noise(max_model_len, 2, 16)
+    cos, sin = Phi3RotaryEmbedding(config)(x, positions[None])
+    expected, _ = apply_phi3_rotary(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
+    spec = RopeSpec(
+        kind="longrope",
+        original_max_position_embeddings=64,
+        frequency_divisors=tuple(long),
+        short_divisors=tuple(short),
+        magnitude=math.sqrt(1 + math.log(4) / math.log(64)),
+        rotary_dim=8,
+    )
+    found = Rotary(spec, 16, max_model_len, CPU)(x, positions)
+    torch.testing.assert_close(found, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)

@@ -18,8 +18,8 @@ from stageline.engine.startup import check_quantization
 from stageline.errors import ConfigError
 from stageline.kernels.quantized import QuantizedMatrix
 from stageline.weights.reader import CheckpointReader
+from tests.model.chain import Chain, cut, sequence
 from tests.model.quantized_blocks import random_blocks
-from tests.model.test_models import Chain, cut, sequence
 from tests.tiny_models import TinyModel
 
 CPU = torch.device("cpu")

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from stageline.checkpoint.model_spec import ModelSpec
+from stageline.checkpoint.quantization import Quantization
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -20,7 +21,11 @@ class TensorEntry(msgspec.Struct, frozen=True):
         encoding: "F32", "F16", "BF16", or a GGML block type such as "Q4_1".
         stored_name: its name in the file, for messages.
         rope_permuted_heads: a number of heads if its rows are interleaved for RoPE pair by pair, head by head, as GGUF
-            files of the llama architecture store q and k; 0 if they are in Hugging Face's order.
+            files of the llama architecture store q and k; 0 if they are in halves.
+        rope_permuted_dim: the leading rows of each head that are; 0 for all.
+        parts: of a quantised matrix, the tensors that say its numbers together ("numbers", "scales", "zeros",
+            "groups"); then `encoding` is a word for people, and `num_bytes` is of all parts.
+        quantization: how they say them.
     """
 
     name: str
@@ -31,6 +36,9 @@ class TensorEntry(msgspec.Struct, frozen=True):
     encoding: str
     stored_name: str
     rope_permuted_heads: int = 0
+    parts: dict[str, TensorEntry] = {}
+    quantization: Quantization | None = None
+    rope_permuted_dim: int = 0
 
     @property
     def num_elements(self) -> int:

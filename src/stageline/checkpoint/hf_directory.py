@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path, PurePath
 
+from msgspec.structs import replace
+
 from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
 from stageline.checkpoint.encodings import DTYPE_OF_ENCODING
-from stageline.checkpoint.fields import read_json_object
+from stageline.checkpoint.fields import Fields, read_json_object
 from stageline.checkpoint.hf_config import spec_from_config
+from stageline.checkpoint.model_spec import ModelSpec
+from stageline.checkpoint.quantization import read_quantization
+from stageline.checkpoint.quantized_tensors import join_quantized
 from stageline.checkpoint.safetensors_index import read_safetensors_index
 from stageline.errors import CheckpointError
 
@@ -26,7 +31,18 @@ def open_hf_directory(directory: Path) -> Checkpoint:
     generation_config = read_optional_json(directory / GENERATION_CONFIG)
     tensors = _index_tensors(directory)
     spec = spec_from_config(config, generation_config, str(config_path), _stored_dtype(tensors))
+    if (quantization := read_quantization(Fields(config, str(config_path)))) is not None:
+        tensors = join_quantized(tensors, quantization)
+    if spec.rope.pairs_neighbours and spec.mla is None:
+        tensors = {name: _with_pairs(entry, spec) for name, entry in tensors.items()}
     return Checkpoint(path=str(directory), spec=spec, tensors=tensors)
+
+
+def _with_pairs(entry: TensorEntry, spec: ModelSpec) -> TensorEntry:
+    """Queries and keys whose rotated pairs are neighbours are put into halves as they are read."""
+    heads_of = {".self_attn.q_proj.": spec.num_heads, ".self_attn.k_proj.": spec.num_kv_heads}
+    heads = next((heads for part, heads in heads_of.items() if part in entry.name), 0)
+    return replace(entry, rope_permuted_heads=heads, rope_permuted_dim=spec.rope.rotary_dim) if heads else entry
 
 
 def read_optional_json(path: Path) -> dict[str, object]:

@@ -61,7 +61,7 @@ def _check_complete(checkpoint: Checkpoint) -> None:
             )
     for name in stage_tensor_names(checkpoint, range(spec.num_layers), is_first=True, is_last=True):
         entry = checkpoint.tensors[name]
-        if entry.encoding not in ENCODINGS:
+        if entry.encoding not in ENCODINGS and not entry.parts:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} is of type {entry.encoding}, which is not supported; supported are "
                 f"{', '.join(ENCODINGS)}"

@@ -28,11 +28,13 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         bits: of a stored number.
+        block_shape: rows and columns of a matrix that share a scale; None for those that the scales' own shape tells.
         adds_one_to_zeros: GPTQ's first format keeps zero points less one.
     """
 
     method: QuantizationMethod
     bits: int
+    block_shape: tuple[int, int] | None = None
     adds_one_to_zeros: bool = False
 
 
@@ -58,7 +60,7 @@ def _fp8(fields: Fields) -> Quantization:
     fmt = fields.string("fmt", default="e4m3")
     if fmt not in ("e4m3", "float8_e4m3fn"):
         raise CheckpointError(f"{fields.source}: fmt {fmt!r} is not supported; supported is e4m3")
-    return Quantization(method=QuantizationMethod.FP8, bits=8)
+    return Quantization(method=QuantizationMethod.FP8, bits=8, block_shape=_block_shape(fields, "weight_block_size"))
 
 
 def _awq(fields: Fields) -> Quantization:
@@ -87,21 +89,33 @@ def _compressed_tensors(fields: Fields) -> Quantization:
     groups = fields.raw("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise fields.error("config_groups", "an object with at least one group")
-    kinds = set()
+    kinds, blocks = set(), set()
     for name, group in groups.items():
         values = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(values, dict):
             raise CheckpointError(f"{fields.source}: config_groups.{name} says nothing of weights")
         weights = Fields(values, f"{fields.source}, config_groups.{name}.weights")
+        blocks.add(_block_shape(weights, "block_structure"))
         kinds.add((weights.string("type", default="int"), weights.integer("num_bits")))
     supported = {("int", 4), ("int", 8), ("float", 8)}
+    if len(blocks) != 1:
+        raise CheckpointError(f"{fields.source}: config_groups differ in block_structure; all must have the same")
     if len(kinds) != 1 or not kinds <= supported:
         found = ", ".join(f"{kind} of {bits} bits" for kind, bits in sorted(kinds))
         raise CheckpointError(
             f"{fields.source}: weights are {found}; supported is one of int of 4 bits, int of 8 bits, float of 8 bits"
         )
     [(_, bits)] = kinds
-    return Quantization(method=QuantizationMethod.COMPRESSED_TENSORS, bits=bits)
+    return Quantization(method=QuantizationMethod.COMPRESSED_TENSORS, bits=bits, block_shape=blocks.pop())
+
+
+def _block_shape(fields: Fields, key: str) -> tuple[int, int] | None:
+    values = fields.raw(key)
+    if values is None:
+        return None
+    if not isinstance(values, list) or len(values) != 2 or any(type(size) is not int or size < 1 for size in values):
+        raise fields.error(key, "two positive integers")
+    return values[0], values[1]
 
 
 def _check_bits(fields: Fields, bits: int, supported: tuple[int, ...]) -> int:

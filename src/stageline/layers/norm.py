@@ -1,4 +1,4 @@
-"""Root-mean-square norm, fused with the residual addition in front of it."""
+"""Root-mean-square norms: of hidden states, fused with the residual addition in front, and of queries and keys."""
 
 from __future__ import annotations
 
@@ -34,3 +34,41 @@ class RMSNorm:
         wide = total.float()
         inverse_rms = wide.square().mean(-1, keepdim=True).add_(self._eps).rsqrt_()
         return (wide * inverse_rms).to(total.dtype).mul_(self._weight), total
+
+
+class QueryKeyNorm:
+    """Norms of queries and of keys, in front of their rotation: of each head by itself, or of all heads together.
+
+    Args:
+        query_weight, key_weight: [numbers that have one norm]: head_dim, or all heads' numbers.
+        eps: added to the mean of squares.
+    """
+
+    def __init__(self, query_weight: torch.Tensor, key_weight: torch.Tensor, eps: float) -> None:
+        self._query_weight = query_weight
+        self._key_weight = key_weight
+        self._eps = eps
+        self._kernels = kernels.library(query_weight.device, query_weight.dtype)
+
+    def __call__(self, qkv: torch.Tensor, query_size: int, key_size: int) -> torch.Tensor:
+        """Args:
+            qkv: [tokens, query_size + key_size + what is left alone]; may be overwritten.
+        Returns: the same with normed queries and keys.
+        """
+        query_weight, key_weight = self._query_weight, self._key_weight
+        if self._kernels is not None:
+            queries = query_size // query_weight.numel(), query_weight
+            keys = key_size // key_weight.numel(), key_weight
+            self._kernels.normalize_heads_(qkv, queries, keys, self._eps)
+            return qkv
+        end = query_size + key_size
+        normed_queries = _rms_norm(qkv[:, :query_size], query_weight, self._eps)
+        normed_keys = _rms_norm(qkv[:, query_size:end], key_weight, self._eps)
+        return torch.cat((normed_queries, normed_keys, qkv[:, end:]), dim=1)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x: [rows, parts * weight's numbers]; every part has a norm of its own."""
+    wide = x.float().reshape(x.shape[0], -1, weight.numel())
+    inverse_rms = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * inverse_rms).to(x.dtype).mul_(weight).flatten(1)

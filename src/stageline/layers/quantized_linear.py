@@ -13,6 +13,7 @@ import torch
 from stageline import kernels
 from stageline.kernels.quantized import QuantizedMatrix, QuantizedProduct
 from stageline.layers.activation import GELU_TANH, SILU, activate_and_mul
+from stageline.layers.embedding import rounded
 from stageline.layers.linear import GatedLinear, Linear
 
 
@@ -110,16 +111,19 @@ class QuantizedEmbedding:
     Args:
         matrix: [vocab, hidden].
         dtype: the compute dtype.
+        scale: what rows are multiplied by.
     """
 
-    def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype) -> None:
+    def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, scale: float = 1.0) -> None:
         self._matrix = matrix
         self._product = _product([matrix], dtype)
         self._dtype = dtype
+        self._scale = rounded(scale, dtype)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [tokens] int64. Returns: [tokens, hidden]."""
-        return self._product.rows(token_ids, self._dtype)
+        rows = self._product.rows(token_ids, self._dtype)
+        return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def as_projection(self) -> Linear:
         """The same matrix as the LM head's projection."""

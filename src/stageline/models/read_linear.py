@@ -71,11 +71,13 @@ def read_joined_gated_linear(
 
 
 def read_embedding(
-    reader: WeightReader, name: str, vocab_size: int, hidden_size: int
+    reader: WeightReader, name: str, vocab_size: int, hidden_size: int, scale: float = 1.0
 ) -> TokenEmbedding | QuantizedEmbedding:
-    """The embedding whose rows are the tokens'. Raises: CheckpointError."""
+    """The embedding whose rows, times `scale`, are the tokens'. Raises: CheckpointError."""
     weight = reader.read_matrix(name, (vocab_size, hidden_size))
-    return QuantizedEmbedding(weight, reader.dtype) if isinstance(weight, QuantizedMatrix) else TokenEmbedding(weight)
+    if isinstance(weight, QuantizedMatrix):
+        return QuantizedEmbedding(weight, reader.dtype, scale)
+    return TokenEmbedding(weight, scale)
 
 
 def _fused_quantized(

@@ -12,6 +12,17 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "llama": "stageline.models.llama",
+    "qwen3": "stageline.models.qwen3",
+    "gemma2": "stageline.models.gemma",
+    "gemma3": "stageline.models.gemma",
+    "phi3": "stageline.models.phi3",
+    "glm4": "stageline.models.glm4",
+    "olmo2": "stageline.models.olmo2",
+    "mixtral": "stageline.models.mixtral",
+    "qwen2_moe": "stageline.models.qwen2_moe",
+    "qwen3_moe": "stageline.models.qwen3_moe",
+    "deepseek": "stageline.models.deepseek",
+    "gpt_oss": "stageline.models.gpt_oss",
 }
 
 

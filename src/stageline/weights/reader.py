@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 import torch
+from msgspec.structs import replace
 
 from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
 from stageline.checkpoint.encodings import ENCODINGS
@@ -20,6 +21,7 @@ from stageline.kernels.huge_pages import HugePages
 from stageline.kernels.quantized import QuantizedMatrix
 from stageline.weights.ggml_types import FLOAT_DTYPES, decode
 from stageline.weights.quantized import PACKED_ENCODINGS, pack_matrix
+from stageline.weights.quantized_checkpoints import RAW_DTYPES, dequantize
 
 # Large enough that a run's fixed cost is nothing, small enough that its float32 form (1 MiB) stays in the cache. A
 # multiple of every block size.
@@ -72,13 +74,21 @@ class CheckpointReader:
         Returns: the tensor, in the compute dtype on the device.
         Raises: CheckpointError if it is missing, of another shape, of an unsupported type, or cut off.
         """
-        entry = self._entry(name, shape)
-        if FLOAT_DTYPES.get(entry.encoding) == self._dtype and self._device.type == "cpu":
-            tensor = self._read_direct(entry)
-        else:
-            tensor = self._read_in_runs(entry)
-        tensor = tensor.view(entry.shape)
-        return undo_rope_interleaving(tensor, entry.rope_permuted_heads) if entry.rope_permuted_heads else tensor
+        return self._read(self._entry(name, shape), self._dtype)
+
+    def read_float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """As `read`, but float32 whatever the compute dtype."""
+        return self._read(self._entry(name, shape), torch.float32)
+
+    def read_part(self, name: str, shape: tuple[int, ...], index: int) -> torch.Tensor:
+        """One of the parts that lie one behind the other in a tensor, such as one expert's matrix.
+
+        Args:
+            shape: of the whole tensor.
+            index: along its first dimension.
+        Returns: as `read`, of shape[1:].
+        """
+        return self._read(part_of(self._entry(name, shape), index), self._dtype)
 
     def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor | QuantizedMatrix:
         """As `read`, but a matrix whose type integer products can work on stays quantised if that was asked for."""
@@ -89,7 +99,7 @@ class CheckpointReader:
         self._read_directly(entry, data)
         rows = data.view(shape[0], -1)
         if entry.rope_permuted_heads:
-            rows = undo_rope_interleaving(rows, entry.rope_permuted_heads)
+            rows = undo_rope_interleaving(rows, entry.rope_permuted_heads, entry.rope_permuted_dim)
         packed = pack_matrix(rows, entry.encoding, self._packed_memory)
         return self.read(name, shape) if packed is None else packed
 
@@ -113,7 +123,7 @@ class CheckpointReader:
         label = f"{entry.file}: tensor {_label(entry)}"
         if entry.shape != tuple(shape):
             raise CheckpointError(f"{label} has shape {list(entry.shape)}; the model needs {list(shape)}")
-        if entry.encoding not in ENCODINGS:
+        if entry.encoding not in ENCODINGS and not entry.parts:
             raise CheckpointError(
                 f"{label} is of type {entry.encoding}, which is not supported; supported are {', '.join(ENCODINGS)}"
             )
@@ -121,6 +131,27 @@ class CheckpointReader:
         if heads and entry.shape[0] % (2 * heads):
             raise CheckpointError(f"{label} has {entry.shape[0]} rows, which {heads} heads of even size cannot share")
         return entry
+
+    def _read(self, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
+        if entry.parts:
+            stored = {name: self._read_raw(part) for name, part in entry.parts.items()}
+            tensor = dequantize(entry, stored).to(self._device, dtype)
+        elif FLOAT_DTYPES.get(entry.encoding) == dtype and self._device.type == "cpu":
+            tensor = self._read_direct(entry, dtype)
+        else:
+            tensor = self._read_in_runs(entry, dtype)
+        tensor = tensor.view(entry.shape)
+        if entry.rope_permuted_heads:
+            return undo_rope_interleaving(tensor, entry.rope_permuted_heads, entry.rope_permuted_dim)
+        return tensor
+
+    def _read_raw(self, entry: TensorEntry) -> torch.Tensor:
+        if entry.encoding not in RAW_DTYPES:
+            raise CheckpointError(
+                f"{entry.file}: tensor {entry.name} is of type {entry.encoding}, which is not supported in a quantised "
+                f"matrix; supported are {', '.join(RAW_DTYPES)}"
+            )
+        return self._read_direct(entry, RAW_DTYPES[entry.encoding]).view(entry.shape)
 
     def _missing(self, name: str) -> CheckpointError:
         tensors = self._checkpoint.tensors
@@ -130,9 +161,9 @@ class CheckpointReader:
         hint = f"; there is {', '.join(close)}" if close else ""
         return CheckpointError(f"tensor {name} is missing in {where}{hint}")
 
-    def _read_direct(self, entry: TensorEntry) -> torch.Tensor:
+    def _read_direct(self, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
         """No conversion: the file's bytes go straight into the tensor's memory."""
-        tensor = torch.empty(entry.num_elements, dtype=self._dtype)
+        tensor = torch.empty(entry.num_elements, dtype=dtype)
         self._read_directly(entry, tensor.view(torch.uint8))
         return tensor
 
@@ -140,9 +171,9 @@ class CheckpointReader:
         for begin in range(0, entry.num_bytes, DIRECT_RUN_BYTES):
             self._read_into(entry, begin, data[begin : begin + DIRECT_RUN_BYTES])
 
-    def _read_in_runs(self, entry: TensorEntry) -> torch.Tensor:
+    def _read_in_runs(self, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
         encoding = ENCODINGS[entry.encoding]
-        tensor = torch.empty(entry.num_elements, dtype=self._dtype, device=self._device)
+        tensor = torch.empty(entry.num_elements, dtype=dtype, device=self._device)
         buffer = torch.empty(encoding.num_bytes(min(RUN_ELEMENTS, entry.num_elements)), dtype=torch.uint8)
         for first in range(0, entry.num_elements, RUN_ELEMENTS):
             run = tensor[first : first + RUN_ELEMENTS]
@@ -177,14 +208,34 @@ class CheckpointReader:
         return self._descriptors[file]
 
 
-def undo_rope_interleaving(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
+def undo_rope_interleaving(tensor: torch.Tensor, num_heads: int, rotary_dim: int = 0) -> torch.Tensor:
     """Rows of each head from pair by pair (x0 y0 x1 y1 ...) to halves (x0 x1 ... y0 y1 ...), Hugging Face's order.
 
-    Args: tensor: [num_heads * head_dim, ...], a weight or a bias. Returns: the same shape.
+    Args:
+        tensor: [num_heads * head_dim, ...], a weight or a bias.
+        rotary_dim: how many rows of each head are in pairs, the first ones; 0 for all.
+    Returns: the same shape.
     """
     head_dim = tensor.shape[0] // num_heads
-    pairs = tensor.view(num_heads, head_dim // 2, 2, *tensor.shape[1:])
-    return pairs.transpose(1, 2).reshape(tensor.shape)
+    rotary_dim = rotary_dim or head_dim
+    heads = tensor.view(num_heads, head_dim, *tensor.shape[1:])
+    pairs = heads[:, :rotary_dim].reshape(num_heads, rotary_dim // 2, 2, *tensor.shape[1:])
+    halves = pairs.transpose(1, 2).reshape(num_heads, rotary_dim, *tensor.shape[1:])
+    return torch.cat((halves, heads[:, rotary_dim:]), dim=1).reshape(tensor.shape)
+
+
+def part_of(entry: TensorEntry, index: int) -> TensorEntry:
+    """The entry of what lies at `index` along the first dimension; of a quantised tensor, of all its parts."""
+    count, *shape = entry.shape
+    num_bytes = entry.num_bytes // count
+    parts = {name: part_of(part, index) for name, part in entry.parts.items()}
+    return replace(
+        entry,
+        offset_bytes=entry.offset_bytes + index * num_bytes,
+        num_bytes=num_bytes,
+        shape=tuple(shape),
+        parts=parts,
+    )
 
 
 def _label(entry: TensorEntry) -> str:
