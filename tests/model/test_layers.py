@@ -156,7 +156,7 @@ def test_rotary_follows_new_positions_and_another_dtype() -> None:
 @pytest.mark.parametrize(
     ("spec", "head_dim", "words"),
     [
-        (RopeSpec(kind="yarn"), 8, ["yarn", "llama3"]),
+        (RopeSpec(kind="spiral"), 8, ["spiral", "llama3"]),
         (RopeSpec(), 7, ["even", "7"]),
         (RopeSpec(frequency_divisors=(1.0, 2.0)), 8, ["2 rotary", "needs 4"]),
     ],
