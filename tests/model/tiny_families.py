@@ -42,8 +42,9 @@ class TinyFamily:
         with torch.random.fork_rng():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for name, weight in model.named_parameters():
-                weight.copy_(_random_weight(name, weight, generator))
+            for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+                if "inv_freq" not in name:
+                    weight.copy_(_random_weight(name, weight, generator))
         model.eval().save_pretrained(directory)
         write_tiny_tokenizer(directory)
         return directory

@@ -11,7 +11,8 @@ def kv_bytes_per_token(spec: ModelSpec, num_layers: int, itemsize_bytes: int) ->
     Args:
         itemsize_bytes: bytes per element of the cache: 4 for float32, 2 for bfloat16 and float16.
     """
-    return 2 * num_layers * spec.num_kv_heads * spec.head_dim * itemsize_bytes
+    numbers = 2 * spec.num_kv_heads * spec.head_dim if spec.mla is None else spec.mla.row_size
+    return num_layers * numbers * itemsize_bytes
 
 
 def kv_bytes_per_block(spec: ModelSpec, num_layers: int, itemsize_bytes: int, block_size: int) -> int:

@@ -29,6 +29,14 @@ class WeightReader(Protocol):
         """The whole tensor, in the compute dtype, on the device. Raises: CheckpointError."""
         ...
 
+    def read_float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """As `read`, but float32 whatever the compute dtype. Raises: CheckpointError."""
+        ...
+
+    def read_part(self, name: str, shape: tuple[int, ...], index: int) -> torch.Tensor:
+        """As `read`, of a tensor [parts, ...] one part alone. Raises: CheckpointError."""
+        ...
+
     def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor | QuantizedMatrix:
         """As `read`; a matrix may also come as it is quantised in the checkpoint. Raises: CheckpointError."""
         ...

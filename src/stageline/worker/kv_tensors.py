@@ -20,15 +20,17 @@ def allocate_kv_tensors(
     """
     needed_bytes = num_blocks * kv_bytes_per_block(spec, num_layers, dtype.itemsize, block_size)
     free_bytes = free_memory_bytes(device)
+    is_latent = spec.mla is not None
     shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    if spec.mla is not None:
+        shape = (num_blocks, 1, block_size, spec.mla.row_size)
     # A CPU hands out zeroed pages on first use only, so an allocation that is too large would kill the process later.
     if needed_bytes > free_bytes:
         raise ConfigError(_does_not_fit(needed_bytes, free_bytes, num_blocks, num_layers, device))
     try:
-        return [
-            LayerCache(zeros(shape, dtype, device), zeros(shape, dtype, device))
-            for _ in range(num_layers)
-        ]
+        keys = [zeros(shape, dtype, device) for _ in range(num_layers)]
+        # A latent row is key and value in one.
+        return [LayerCache(tensor, tensor if is_latent else zeros(shape, dtype, device)) for tensor in keys]
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
         raise ConfigError(_does_not_fit(needed_bytes, free_bytes, num_blocks, num_layers, device)) from error
 
