@@ -102,7 +102,7 @@ def _compressed_tensors(quantization: Quantization, parts: Parts) -> torch.Tenso
     wide = unpacked(numbers, quantization.bits) - 2 ** (quantization.bits - 1)
     zeros = parts.get("zeros")
     if zeros is not None and zeros.dtype == torch.int32:
-        zeros = unpacked(zeros.T.contiguous(), quantization.bits).T - 2 ** (quantization.bits - 1)
+        zeros = unpacked(zeros.T.contiguous(), quantization.bits).T[: wide.shape[0]] - 2 ** (quantization.bits - 1)
     if (groups := parts.get("groups")) is not None and int(groups.min()) >= 0:
         places = groups.long()
         offsets = 0 if zeros is None else zeros[:, places]

@@ -1,0 +1,235 @@
+"""Quantised safetensors are read as the numbers they stand for; what is missing or of another kind is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stageline.checkpoint import open_checkpoint
+from stageline.checkpoint.stage_tensors import stage_file_bytes, stage_weight_bytes
+from stageline.errors import CheckpointError
+from stageline.weights.reader import CheckpointReader
+from tests.model.chain import Chain, cut, sequence
+from tests.model.tiny_experts import EXPERT_FAMILIES
+from tests.tiny_models import TinyModel, load_reference, reference_logits
+
+CPU = torch.device("cpu")
+GROUP = 16
+Tensors = dict[str, torch.Tensor]
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(numbers: torch.Tensor, bits: int, order: list[int] | None = None) -> torch.Tensor:
+    """numbers: unsigned [rows, columns], columns in words of 32 bits, the first in the lowest bits."""
+    per_word = 32 // bits
+    parts = numbers.long().view(numbers.shape[0], -1, per_word)
+    if order is not None:
+        parts = parts[..., order]
+    words = sum(parts[..., place] << (bits * place) for place in range(per_word))
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def random_numbers(shape: tuple[int, int], bits: int) -> torch.Tensor:
+    return torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(shape[0]))
+
+
+def spread(scales: torch.Tensor) -> torch.Tensor:
+    return scales.repeat_interleave(GROUP, 1)
+
+
+def awq(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+    numbers, zeros = random_numbers((rows, columns), 4), random_numbers((rows, columns // GROUP), 4)
+    scales = noise(rows, columns // GROUP).half()
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    stored = {
+        "qweight": packed(numbers.T, 4, order),
+        "qzeros": packed(zeros.T, 4, order),
+        "scales": scales.T.contiguous(),
+    }
+    return stored, (numbers - spread(zeros)) * spread(scales.float())
+
+
+def gptq(rows: int, columns: int, bits: int = 4, is_shuffled: bool = False) -> tuple[Tensors, torch.Tensor]:
+    """The first format: zero points are stored less one."""
+    numbers = random_numbers((rows, columns), bits)
+    zeros = random_numbers((rows, columns // GROUP), bits).clamp(min=1)
+    scales, groups = noise(rows, columns // GROUP).half(), torch.arange(columns) // GROUP
+    if is_shuffled:
+        groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(5))]
+    stored = {
+        "qweight": packed(numbers, bits).T.contiguous(),
+        "qzeros": packed((zeros - 1).T, bits),
+        "scales": scales.T.contiguous(),
+        "g_idx": groups.int(),
+    }
+    return stored, (numbers - zeros[:, groups]) * scales.float()[:, groups]
+
+
+def fp8_blocks(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+    numbers = noise(rows, columns).to(torch.float8_e4m3fn)
+    scales = noise(-(-rows // 24), -(-columns // 40)).abs()
+    wide = scales.repeat_interleave(24, 0)[:rows].repeat_interleave(40, 1)[:, :columns]
+    return {"weight": numbers, "weight_scale_inv": scales}, numbers.float() * wide
+
+
+def fp8_channels(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+    numbers, scales = noise(rows, columns).to(torch.float8_e4m3fn), noise(rows, 1).abs().bfloat16()
+    return {"weight": numbers, "weight_scale": scales, "input_scale": torch.ones(1)}, numbers.float() * scales.float()
+
+
+def fp8_tensor(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+    numbers = noise(rows, columns).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": torch.tensor(0.37)}, numbers.float() * 0.37
+
+
+def int8_channels(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+    numbers, scales = random_numbers((rows, columns), 8) - 128, noise(rows, 1).abs()
+    return {"weight": numbers.to(torch.int8), "weight_scale": scales}, numbers * scales
+
+
+def compressed_int4(rows: int, columns: int, has_zeros: bool = False) -> tuple[Tensors, torch.Tensor]:
+    numbers, zeros = random_numbers((rows, columns), 4), random_numbers((rows, columns // GROUP), 4)
+    scales = noise(rows, columns // GROUP).bfloat16()
+    stored = {
+        "weight_packed": packed(numbers, 4),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([rows, columns]),
+    }
+    if not has_zeros:
+        return stored, (numbers - 8) * spread(scales.float())
+    stored["weight_zero_point"] = packed(zeros.T, 4).T.contiguous()
+    return stored, (numbers - spread(zeros)) * spread(scales.float())
+
+
+def compressed(kind: str, bits: int, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"type": kind, "num_bits": bits, **weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+
+
+@dataclass(frozen=True)
+class Format:
+    """Args:
+    config: of config.json's `quantization_config`.
+    make: the stored tensors of a matrix [rows, columns], and its numbers.
+    """
+
+    config: dict[str, Any]
+    make: Callable[[int, int], tuple[Tensors, torch.Tensor]]
+
+
+FORMATS = {
+    "awq": Format({"quant_method": "awq", "bits": 4, "version": "gemm"}, awq),
+    "gptq": Format({"quant_method": "gptq", "bits": 4}, gptq),
+    "gptq in 8 bits": Format({"quant_method": "gptq", "bits": 8}, lambda *shape: gptq(*shape, bits=8)),
+    "gptq with shuffled groups": Format(
+        {"quant_method": "gptq", "bits": 4, "desc_act": True}, lambda *shape: gptq(*shape, is_shuffled=True)
+    ),
+    "fp8 in blocks": Format({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 40]}, fp8_blocks),
+    "fp8 per tensor": Format({"quant_method": "fp8"}, fp8_tensor),
+    "compressed fp8 per row": Format(compressed("float", 8, strategy="channel"), fp8_channels),
+    "compressed int8 per row": Format(compressed("int", 8, strategy="channel"), int8_channels),
+    "compressed int4 in groups": Format(compressed("int", 4, group_size=GROUP), compressed_int4),
+    "compressed int4 with zero points": Format(
+        compressed("int", 4, group_size=GROUP, symmetric=False), lambda *shape: compressed_int4(*shape, has_zeros=True)
+    ),
+}
+
+
+def quantised(directory: Path, form: Format) -> dict[str, torch.Tensor]:
+    """Write a tiny model whose layers' matrices are quantised. Returns: what each of them stands for."""
+    TinyModel(num_layers=2).write(directory)
+    tensors, expected = load_file(directory / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        stored, expected[name] = form.make(*tensors.pop(name).shape)
+        base = name.removesuffix(".weight")
+        tensors.update({f"{base}.{part}": tensor.contiguous() for part, tensor in stored.items()})
+    save_file(tensors, directory / "model.safetensors")
+    write_config(directory, form.config)
+    return expected
+
+
+def write_config(directory: Path, quantization: dict[str, Any]) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantised_matrix_is_the_numbers_it_stands_for(name: str, tmp_path: Path) -> None:
+    expected = quantised(tmp_path, FORMATS[name])
+    checkpoint = open_checkpoint(str(tmp_path))
+    with CheckpointReader(checkpoint, torch.float32, CPU) as reader:
+        for tensor, numbers in expected.items():
+            found = reader.read(tensor, tuple(numbers.shape))
+            torch.testing.assert_close(found, numbers.float(), rtol=1e-6, atol=1e-7)
+    sizes = [entry.num_elements for entry in checkpoint.tensors.values()]
+    assert stage_weight_bytes(checkpoint, range(2), True, True, 4) == 4 * sum(sizes)
+
+
+def test_a_quantised_model_runs_and_all_its_bytes_are_read(tmp_path: Path) -> None:
+    quantised(tmp_path, FORMATS["compressed int4 in groups"])
+    checkpoint = open_checkpoint(str(tmp_path))
+    chain = Chain(tmp_path, cut(1, 1))
+    chain.requests.add(0, sequence(0, 9))
+    assert chain.run({0: 9})[0].isfinite().all()
+    assert chain.num_bytes_read == stage_file_bytes(checkpoint, range(2), True, True)
+
+
+def test_gpt_oss_with_mxfp4_is_transformers_with_its_numbers(tmp_path: Path) -> None:
+    """`transformers` makes numbers of the same blocks."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    family = EXPERT_FAMILIES["gpt-oss"]
+    plain, stored = tmp_path / "plain", tmp_path / "stored"
+    for directory in (plain, stored):
+        type(family)(family.model_type, "", {**family.config, "hidden_size": 96}).write(directory)
+    tensors = load_file(plain / "model.safetensors")
+    blocks = {name: tensor for name, tensor in tensors.items()}
+    generator = torch.Generator().manual_seed(4)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, in_features, out_features = tensors[name].shape
+        shape = (experts, out_features, in_features // 32, 16)
+        numbers = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        scales = torch.randint(123, 126, shape[:3], dtype=torch.uint8, generator=generator)
+        tensors[name] = convert_moe_packed_tensors(numbers, scales, dtype=torch.float32)
+        del blocks[name]
+        blocks[f"{name}_blocks"], blocks[f"{name}_scales"] = numbers, scales
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(blocks, stored / "model.safetensors", metadata={"format": "pt"})
+    write_config(stored, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    expected = reference_logits(load_reference(plain), sequence(0, 20))
+    chain = Chain(stored, cut(2, 2))
+    chain.requests.add(0, sequence(0, 20))
+    found = torch.cat([chain.run({0: 12})[0], chain.run({0: 8})[0]])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_numbers_without_scales_are_refused_when_the_model_is_opened(tmp_path: Path) -> None:
+    quantised(tmp_path, FORMATS["fp8 in blocks"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight.*scales"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_parts_that_do_not_fit_together_are_refused_with_their_shapes(tmp_path: Path) -> None:
+    expected = quantised(tmp_path, FORMATS["awq"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.scales"] = torch.ones(3, 7).half()
+    save_file(tensors, tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    with (
+        CheckpointReader(open_checkpoint(str(tmp_path)), torch.float32, CPU) as reader,
+        pytest.raises(CheckpointError, match=r"do not fit together.*scales \[3, 7\]"),
+    ):
+        reader.read(name, tuple(expected[name].shape))
