@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 _NOT_NEEDED = "is not needed here: leave it out"
 _ELSEWHERE = {
     "--model": "MODEL is given without a flag, behind the command",
-    "-tp": "tensor parallelism is not there yet; cut the layers into stages with -pp",
-    "--tensor-parallel-size": "tensor parallelism is not there yet; cut the layers into stages with -pp",
     "-dp": "data parallelism is not there yet; start a server per replica",
     "--data-parallel-size": "data parallelism is not there yet; start a server per replica",
     "--gpu-memory-utilization": "the KV cache is sized with --kv-cache-memory",

@@ -1,7 +1,7 @@
 """What has to fit before a node may take part: checked on both sides, before anything is started.
 
-One idea: each check is a step with a name, and what it finds is one line with both values and the way out. The steps are,
-in order: connection, key, software, settings, rank, stages, model.
+One idea: each check is a step with a name, and what it finds is one line with both values and the way out. The steps
+are, in order: connection, key, software, settings, rank, stages, model.
 """
 
 from __future__ import annotations

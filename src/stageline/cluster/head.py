@@ -22,7 +22,7 @@ from stageline.clock import Clock
 from stageline.cluster.handshake import HandshakeError, settings_of, this_software
 from stageline.cluster.membership import HEAD, Answers, Membership, Wanted
 from stageline.cluster.messages import EndStages, FromNode, Leaving, Refused, StageEnded, StartStages, ToNode
-from stageline.cluster.ports import free_port, resolve
+from stageline.cluster.ports import HeldPort, resolve
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError, FrameError, WorkerLost
@@ -63,7 +63,8 @@ class Head:
         self._links = Links(access.security())
         self.socket = self._links.listener(self._address.url)
         own_address = resolve(cluster.node_address, "--node-address") if cluster.node_address else self._address.host
-        self.own_input = TcpAddress(own_address, free_port(own_address, cluster.ports)).url
+        self._port = HeldPort(own_address, cluster.ports)
+        self.own_input = self._port.address.url
         wanted = Wanted(
             software=this_software(),
             settings=settings_of(config, cluster),
@@ -208,8 +209,8 @@ class Head:
         try:
             self._answer(self._membership.take(identity, message, self._clock.now_s()))
         except HandshakeError as error:
-            for member in self._membership.members.values():
-                self._send(member.identity, Refused(error.step, error.reason))
+            for joined in self._membership.members.values():
+                self._send(joined.identity, Refused(error.step, error.reason))
             raise
         is_ours = identity in self._running.values()
         if isinstance(message, StageEnded) and is_ours and message.pipeline == self._pipeline:
@@ -241,6 +242,7 @@ class Head:
     def close(self) -> None:
         self.end(0.0)
         self._links.close(linger_s=0.5)
+        self._port.close()
 
     # ---- what goes out ----
 

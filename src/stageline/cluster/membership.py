@@ -58,12 +58,24 @@ class Wanted:
     own_stages: int | None
 
 
+@dataclass(frozen=True)
+class ClockReading:
+    """Args:
+    offset_s: how far a node's time of day is ahead of the head's.
+    round_trip_s: within which that was measured; it is wrong by at most half of it.
+    """
+
+    offset_s: float
+    round_trip_s: float
+
+
 @dataclass
 class Member:
     """A node that was let in, or that is just being asked about its model.
 
     Attributes:
         asked_s: since when it owes an answer to `AreYouThere`; None if it owes none.
+        clock: the best reading of its clock.
     """
 
     identity: bytes
@@ -71,6 +83,7 @@ class Member:
     rank: int
     is_ready: bool = False
     asked_s: float | None = None
+    clock: ClockReading | None = None
 
     def __str__(self) -> str:
         return f"node {self.rank} ({self.hello.host_name}, {self.hello.address})"
@@ -111,7 +124,7 @@ class Membership:
             return False
         if self._wanted.num_nodes is not None:
             return len(self._members) == self._wanted.num_nodes - 1
-        return sum(self._counts().values()) == self._wanted.num_stages
+        return sum(count or 1 for count in self._counts().values()) == self._wanted.num_stages
 
     def shares(self) -> dict[int, int]:
         """How many stages each node runs, by rank, the head's included. Raises: HandshakeError if that cannot be."""
@@ -146,7 +159,7 @@ class Membership:
                     logger.info("%s leaves", member)
                     return self._drop(member, now_s)
             case Here():
-                return self._is_there(identity)
+                return self._is_there(identity, message, now_s)
             case StageEnded():
                 pass
         return []
@@ -192,11 +205,9 @@ class Membership:
         except HandshakeError as error:
             return [self._refusal(identity, f"{hello.host_name} ({hello.address})", error)]
         self._members[rank] = Member(identity, hello, rank)
-        return [(identity, self._offer(now_s))]
-
-    def _offer(self, now_s: float) -> Offer:
-        wanted = self._wanted
-        return Offer(model=wanted.model, model_digest=wanted.model_digest, wall_s=self._wall_s + now_s)
+        offer = Offer(model=self._wanted.model, model_digest=self._wanted.model_digest)
+        # The question first: it is answered at once, the offer when the node has looked at its model.
+        return [self._ask(self._members[rank], now_s), (identity, offer)]
 
     def _rank_for(self, hello: Hello) -> int:
         num_nodes = self._wanted.num_nodes or _MOST_NODES
@@ -234,18 +245,27 @@ class Membership:
             del self._members[member.rank]
             return [self._refusal(identity, str(member), error)]
         member.is_ready = True
-        logger.info(
-            "%s joined; its clock is %+.3f s from this one's, measured within %.1f ms",
-            member, message.clock_offset_s, message.round_trip_s * 1000,
-        )  # fmt: skip
-        if abs(message.clock_offset_s) > _CLOCK_NOTICE_S + message.round_trip_s:
-            logger.warning("the clock of %s is wrong, or this one's is: logs will not fit together", member)
+        self._log_joined(member)
         return [(identity, Welcome(member.rank))]
 
-    def _is_there(self, identity: bytes) -> Answers:
+    def _log_joined(self, member: Member) -> None:
+        clock = member.clock
+        if clock is None:
+            logger.info("%s joined", member)
+            return
+        trip_ms = clock.round_trip_s * 1000
+        logger.info("%s joined; round trip %.1f ms, clock %+.3f s from the head's", member, trip_ms, clock.offset_s)
+        if abs(clock.offset_s) > _CLOCK_NOTICE_S + clock.round_trip_s:
+            logger.warning("the clock of %s is wrong, or the head's is: their logs will not fit together", member)
+
+    def _is_there(self, identity: bytes, message: Here, now_s: float) -> Answers:
         member = self._of(identity)
-        if member is None:
+        if member is None or member.asked_s is None:
             return []
+        round_trip_s = now_s - member.asked_s
+        reading = ClockReading(message.wall_s - (self._wall_s + now_s - round_trip_s / 2), round_trip_s)
+        if member.clock is None or reading.round_trip_s < member.clock.round_trip_s:
+            member.clock = reading
         member.asked_s = None
         return [
             self._refusal(

@@ -34,7 +34,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         num_stages: as asked for; None takes an equal share.
         address: where the stage before reaches this node's first stage: host and port.
         settings: flags that were given on the node and must be the head's, with their values.
-        wall_s: its time of day, in seconds since 1970.
     """
 
     software: Software
@@ -44,20 +43,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     num_stages: int | None
     address: str
     settings: dict[str, str]
-    wall_s: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The node has the model that was offered.
-
-    Args:
-        clock_offset_s: how far the node's time of day is ahead of the head's.
-        round_trip_s: within which that was measured.
-    """
+    """The node has the model that was offered."""
 
     model_digest: str
-    clock_offset_s: float
-    round_trip_s: float
 
 
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
@@ -76,9 +67,14 @@ class StageEnded(msgspec.Struct, frozen=True, tag="stage_ended"):
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
-    """The answer to `AreYouThere`."""
+    """The answer to `AreYouThere`, at once.
+
+    Args:
+        wall_s: the node's time of day, in seconds since 1970.
+    """
 
     question: int
+    wall_s: float
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
@@ -95,12 +91,10 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
 
     Args:
         model: as typed on the head; the node may have it elsewhere.
-        wall_s: the head's time of day.
     """
 
     model: str
     model_digest: str
-    wall_s: float
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -40,7 +40,7 @@ from stageline.cluster.messages import (
     ToNode,
     Welcome,
 )
-from stageline.cluster.ports import free_port, own_address_towards, resolve
+from stageline.cluster.ports import HeldPort, own_address_towards, resolve
 from stageline.cluster.reach import Reach
 from stageline.errors import ConfigError, FrameError
 from stageline.executor.messages import LinkAccess
@@ -115,7 +115,8 @@ class _Node:
         head = resolve_head(asked.head)
         self._head = TcpAddress(head, asked.port)
         own = resolve(asked.address, "--node-address") if asked.address else own_address_towards(self._head)
-        self._own = TcpAddress(own, free_port(own, asked.ports))
+        self._port = HeldPort(own, asked.ports)
+        self._own = self._port.address
         self._folder = make_ipc_folder("s9999.input")
         self._stages = LocalStages(self._folder, self._head.url, self._own.url, asked.access, asked.binds_cores)
         self._decoder: MessageDecoder[ToNode] = MessageDecoder(ToNode)
@@ -142,6 +143,7 @@ class _Node:
         self._stages.end(0.0)
         self._disconnect()
         self._bell.close()
+        self._port.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # ---- the connection ----
@@ -180,7 +182,7 @@ class _Node:
         for stage_index, how in self._stages.take_ended(set(ready)):
             logger.warning("s%d ended: %s", stage_index, how)
             self._send(StageEnded(self._stages.pipeline, stage_index, how))
-        messages = []
+        messages: list[ToNode] = []
         while True:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
@@ -198,20 +200,21 @@ class _Node:
         began_s = time.monotonic()
         self._send(self._hello())
         while not (self._is_told_to_stop or self._is_broken):
-            for message in self._wait(min(_LOOK_S, deadline_s - time.monotonic())):
+            messages = self._wait(min(_LOOK_S, deadline_s - time.monotonic()))
+            for message in messages:
                 match message:
                     case Offer():
-                        self._take_offer(message, began_s)
+                        self._take_offer(message)
                     case Refused():
                         raise HandshakeError(message.step, message.reason)
                     case AreYouThere():
-                        self._send(Here(message.question))
+                        self._send(Here(message.question, time.time()))
                     case Welcome():
                         self._rank = message.rank
                         logger.info("joined %s as node %d", self._head, message.rank)
                         return True
             now_s = time.monotonic()
-            if now_s - began_s >= _LOOK_S:
+            if not messages and now_s - began_s >= _LOOK_S:
                 self._reach.look(is_last_look=now_s >= deadline_s)
         return False
 
@@ -225,11 +228,9 @@ class _Node:
             num_stages=asked.num_stages,
             address=str(self._own),
             settings=dict(asked.settings),
-            wall_s=time.time(),
         )
 
-    def _take_offer(self, offer: Offer, began_s: float) -> None:
-        wall_s, round_trip_s = time.time(), time.monotonic() - began_s
+    def _take_offer(self, offer: Offer) -> None:
         self._reach.is_heard = True
         try:
             if self._checkpoint is None:
@@ -238,7 +239,7 @@ class _Node:
         except HandshakeError as error:
             self._send(Declined(error.step, error.reason))
             raise
-        self._send(Ready(digest, wall_s - (offer.wall_s + round_trip_s / 2), round_trip_s))
+        self._send(Ready(digest))
 
     def _open(self, offer: Offer) -> Checkpoint:
         model = self._asked.model or offer.model
@@ -257,7 +258,7 @@ class _Node:
             for message in self._wait(math.inf):
                 match message:
                     case AreYouThere():
-                        self._send(Here(message.question))
+                        self._send(Here(message.question, time.time()))
                     case StartStages():
                         assert self._checkpoint is not None
                         self._stages.start(message, self._checkpoint.path)

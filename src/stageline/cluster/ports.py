@@ -1,4 +1,4 @@
-"""Names and ports of this machine: one address a name stands for, one port of a range that is free."""
+"""Names and ports of this machine: one address a name stands for, one port of a range that is kept."""
 
 from __future__ import annotations
 
@@ -23,46 +23,56 @@ def resolve(name: str, flag: str) -> str:
     return str(address[0])
 
 
-def free_port(address: str, ports: range) -> int:
-    """The first port of a range that nothing on this machine listens on. Raises: ConfigError if there is none."""
-    for port in ports:
-        with _bound(address, port) as candidate:
-            if candidate is not None:
-                return port
-    raise ConfigError(
-        f"ports {ports.start} to {ports.stop - 1} of {address} are all in use; give another --port-range"
-    )
+class HeldPort:
+    """A port that is kept for the stages this machine will start: other programs that look for one pass it by.
+
+    It is bound and does not listen, and lets a socket that reuses addresses, as ZeroMQ's do, bind it too.
+
+    Args:
+        ports: the first one that is free is taken.
+    Raises: ConfigError if there is none, or the address is not this machine's.
+    """
+
+    def __init__(self, address: str, ports: range) -> None:
+        # Connections of a run before, which may still be closing, make a port look taken at the first sight.
+        for reuses in (False, True):
+            for port in ports:
+                if (held := _bind(address, port, reuses)) is not None:
+                    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    self._socket = held
+                    self.address = TcpAddress(address, port)
+                    return
+        raise ConfigError(
+            f"ports {ports.start} to {ports.stop - 1} of {address} are all in use; give another --port-range"
+        )
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def check_port(address: str, port: int, flag: str) -> None:
     """Raises: ConfigError if it cannot be listened on."""
-    with _bound(address, port) as candidate:
-        if candidate is None:
-            raise ConfigError(f"port {port} of {address} is in use; stop what listens there, or give another {flag}")
+    candidate = _bind(address, port, reuses=True)
+    if candidate is None:
+        raise ConfigError(f"port {port} of {address} is in use; stop what listens there, or give another {flag}")
+    candidate.close()
 
 
-class _bound:
-    """A socket that was bound and is closed again; None if the port is in use. Raises: ConfigError for the address."""
-
-    def __init__(self, address: str, port: int) -> None:
-        self._place = (address, port)
-
-    def __enter__(self) -> socket.socket | None:
-        is_v6 = ipaddress.ip_address(self._place[0]).version == 6
-        self._socket = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            self._socket.bind(self._place)
-        except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):
-                return None
-            raise ConfigError(
-                f"{self._place[0]} is not an address of this machine ({error.strerror or error}); give one that is"
-            ) from None
-        return self._socket
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
+def _bind(address: str, port: int, reuses: bool) -> socket.socket | None:
+    """None if the port is in use. Raises: ConfigError for the address."""
+    is_v6 = ipaddress.ip_address(address).version == 6
+    candidate = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
+    candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
+    try:
+        candidate.bind((address, port))
+    except OSError as error:
+        candidate.close()
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            return None
+        raise ConfigError(
+            f"{address} is not an address of this machine ({error.strerror or error}); give one that is"
+        ) from None
+    return candidate
 
 
 def own_address_towards(head: TcpAddress) -> str:

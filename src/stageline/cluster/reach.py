@@ -1,7 +1,7 @@
 """Why the head does not answer: told at once when it is known, and once more when the time to join is over.
 
-One idea: ZeroMQ tries for ever and says little, so a plain TCP connection is made beside it. If that one comes about,
-who listens there either does not know the key or is no head; if it does not, the system says why.
+One idea: ZeroMQ tries for ever and says little of why it cannot connect. When it cannot, a plain TCP connection is
+tried beside it, of which the system tells more.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import logging
 import socket
 
 from stageline.cluster.handshake import HandshakeError
+from stageline.links.guard import BROKEN, NOBODY
 from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_S = 2.0
-_LOOKS_UNTIL_SURE = 2
+_REFUSALS_UNTIL_SURE = 2
 
 
 class Reach:
@@ -29,6 +30,7 @@ class Reach:
         self._links = links
         self._num_refusals = 0
         self._said = ""
+        self._is_open = False
         self.is_heard = False
         """The head has answered: whatever takes long now is not the way to it."""
 
@@ -40,18 +42,18 @@ class Reach:
         step, reason = "head", "it has not let this node in; its log says what it waits for"
         if not self.is_heard:
             step, reason = self._find_out()
-        if self._num_refusals >= _LOOKS_UNTIL_SURE or is_last_look:
+        if self._num_refusals >= _REFUSALS_UNTIL_SURE or is_last_look:
             raise HandshakeError(step, reason)
         if reason != self._said:
             self._said = reason
             logger.info("not joined yet, step `%s`: %s; trying on", step, reason)
 
     def _find_out(self) -> tuple[str, str]:
-        if (why := self._unreachable()) is not None:
+        trouble = self._links.trouble(self._head.url)
+        if trouble == NOBODY and not self._is_open and (why := self._unreachable()) is not None:
             self._num_refusals = 0
             return "connection", f"{self._head} cannot be reached: {why}"
-        trouble = self._links.trouble(self._head.url)
-        if trouble is None:
+        if trouble in (None, NOBODY, BROKEN):
             return "connection", f"what listens at {self._head} does not answer: a busy head, or another program"
         self._num_refusals += 1
         return "key", f"{self._head} refuses this node: {trouble}"
@@ -59,6 +61,8 @@ class Reach:
     def _unreachable(self) -> str | None:
         try:
             socket.create_connection((self._head.host, self._head.port), timeout=_CONNECT_S).close()
+            # Once is enough: whoever listens there logs it as a visitor without a key.
+            self._is_open = True
         except TimeoutError:
             return "nothing answers there; is the address right, and does a firewall let this port through?"
         except ConnectionRefusedError:

@@ -1,4 +1,4 @@
-"""Everything an operator can ask about the machines a pipeline is spread over, with the defaults and words of `--help`."""
+"""Everything an operator can ask about the machines of a pipeline, with the defaults and the words of `--help`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,10 @@ class ClusterConfig:
     port_range: str | None = setting(
         None, "TCP ports of which this machine takes one, for activations, such as 30000-30010 (default: the next free "
         "one behind the head's port)", group=_GROUP, metavar="FIRST-LAST",
+    )
+    cluster_key_file: str | None = setting(
+        None, "file with the key that protects the links between machines, the same on every one; the variables "
+        "STAGELINE_CLUSTER_KEY_FILE and STAGELINE_CLUSTER_KEY do the same", group=_GROUP, metavar="FILE",
     )
     join_timeout_s: float = setting(
         600.0, "how long to wait for the other machines", flags=("--join-timeout",), group=_GROUP, metavar="SECONDS"
@@ -95,7 +99,7 @@ class ClusterConfig:
             raise ConfigError("--headless with --node-rank 0: the head serves the API; give this machine its own rank")
         if self.node_rank > 0 and not self.headless:
             raise ConfigError(
-                f"--node-rank {self.node_rank} without --headless: only the head, rank 0, serves the API; add --headless"
+                f"--node-rank {self.node_rank} without --headless: only the head, rank 0, serves the API; add it"
             )
 
 

@@ -48,11 +48,25 @@ class EngineConfig:
     pipeline_parallel_size: int = setting(
         1, "number of stages the layers are cut into", flags=("-pp",), group="pipeline", metavar="STAGES"
     )
+    tensor_parallel_size: int = setting(
+        1, "ranks that share each layer; only 1 yet", flags=("-tp",), group="pipeline", metavar="RANKS"
+    )
     pp_layer_partition: str | None = setting(
         None, "layers per stage, such as 16,14, or auto: by measured times, so that no stage is slower than it must be "
         "(auto-latency: so that all together are as quick as can be) (default: even); the environment variable "
         "VLLM_PP_LAYER_PARTITION is honoured, this flag wins",
         group="pipeline", metavar="N,N,..."
+    )
+    rebalance: bool = setting(
+        False, "move layers between stages while serving, when their times have drifted and another cut would be "
+        "faster for a while; all answers pause for it, and none is lost", group="pipeline",
+    )
+    rebalance_gain: float = setting(
+        0.1, "how much faster another cut has to be to be told, or made with --rebalance: 0.1 is 10 %",
+        group="pipeline", metavar="FRACTION",
+    )
+    rebalance_patience_s: float = setting(
+        30.0, "for how long it has to be that; twice as long after each move", group="pipeline", metavar="SECONDS"
     )
     distributed_executor_backend: str = setting(
         "multi_process", "one process per stage, or all stages in this process", choices=EXECUTORS, group="pipeline"
@@ -128,6 +142,12 @@ class EngineConfig:
                 "--pp-layer-partition is empty; give the layers of each stage, such as 16,14, or leave it out"
             )
         at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
+        if self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"--tensor-parallel-size is {self.tensor_parallel_size}, but tensor parallelism is not there yet; "
+                "leave it out, and cut the layers into stages with -pp"
+            )
         at_least("threads_per_stage", self.threads_per_stage, 1)
         at_least("block_size", self.block_size, 1)
         at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -168,7 +188,11 @@ class EngineConfig:
                 f"--heartbeat-timeout-s is {self.heartbeat_timeout_s}; it must be at least "
                 f"{SHORTEST_HEARTBEAT_TIMEOUT_S} seconds"
             )
-        for name in "load_timeout_s", "progress_timeout_s":
+        for name in "load_timeout_s", "progress_timeout_s", "rebalance_patience_s":
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{flag_of(name)} is {getattr(self, name)}; it must be above 0 seconds")
+        if not self.rebalance_gain > 0:
+            raise ConfigError(
+                f"--rebalance-gain is {self.rebalance_gain}; it must be above 0, or the layers would never rest"
+            )
         return self

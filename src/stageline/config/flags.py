@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.config.serve_config import ServeConfig
 
@@ -45,6 +46,18 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag per setting of `ServeConfig`, under the headings of their groups."""
     _add_flags(parser, ServeConfig)
+
+
+def add_cluster_flags(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
+    """Add one flag per setting of `ClusterConfig`, or for some of them."""
+    _add_flags(parser, ClusterConfig, names)
+
+
+def cluster_config_from_args(args: argparse.Namespace) -> ClusterConfig:
+    """The configuration that the flags of `add_cluster_flags` ask for. Raises: ConfigError."""
+    given = vars(args)
+    values = {field.name: given[field.name] for field in dataclasses.fields(ClusterConfig) if field.name in given}
+    return ClusterConfig(**values).check()
 
 
 def engine_config_from_args(args: argparse.Namespace) -> EngineConfig:
@@ -114,9 +127,11 @@ class _Collect(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), *found))
 
 
-def _add_flags(parser: argparse.ArgumentParser, config: type) -> None:
+def _add_flags(parser: argparse.ArgumentParser, config: type, names: Sequence[str] | None = None) -> None:
     groups: dict[str, argparse._ArgumentGroup] = {}
     for field in _fields_of(config):
+        if names is not None and field.name not in names:
+            continue
         if field.group not in groups:
             groups[field.group] = parser.add_argument_group(field.group)
         add_flag(groups[field.group], field)

@@ -79,7 +79,7 @@ class AsyncLLM:
         self._id_prefix = f"c{link.client_index}"
         self._next_request = itertools.count()
         self._process = process
-        self._client = EngineClient(link, self.clock, self._take, self._fail_all, on_load_progress)
+        self._client = EngineClient(link, self.clock, self._take, self._fail_all, self._pipeline_down, on_load_progress)
         self._watch = HealthWatch(config.heartbeat_timeout_s, self._trouble, self._end_overdue, self._give_up_open)
         if process is not None:
             self._loop.add_reader(process.exit_fd, self._read_process)
@@ -148,7 +148,19 @@ class AsyncLLM:
         if trouble is not None:
             raise trouble
         if not client.is_ready:
-            raise NotReady("the model is still loading; try again in a while", retry_after_s=2.0)
+            raise self._not_ready()
+
+    def check_takes_requests(self) -> None:
+        """Whether a request would be answered, perhaps once a lost stage is back. Raises: as `check_health`."""
+        try:
+            self.check_health()
+        except NotReady:
+            if not self._client.keeps_requests:
+                raise
+
+    def _not_ready(self) -> NotReady:
+        down = self._client.down
+        return down or NotReady("the model is still loading; try again in a while", retry_after_s=2.0)
 
     def _trouble(self) -> EngineSilent | None:
         """What is wrong with an engine that is there."""
@@ -275,8 +287,8 @@ class AsyncLLM:
     def _check_is_there(self) -> None:
         if self._client.loss is not None:
             raise self._client.loss.with_traceback(None)
-        if not self._client.is_ready:
-            raise NotReady("the model is still loading; try again in a while", retry_after_s=2.0)
+        if not self._client.is_ready and not self._client.keeps_requests:
+            raise self._not_ready()
 
     # ---- what the engine tells ----
 
@@ -323,6 +335,11 @@ class AsyncLLM:
     def break_off(self, error: StagelineError) -> None:
         """Fail all that is open, and all that is asked from now on, as if the engine were gone; for who leaves."""
         self._client.lose(error)
+
+    def _pipeline_down(self, error: NotReady, keeps_requests: bool) -> None:
+        if not keeps_requests:
+            for engine_id, stream in list(self._streams.items()):
+                self._give_up(engine_id, stream, error)
 
     def _end_overdue(self) -> None:
         now_s = self.clock.now_s()

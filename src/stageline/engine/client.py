@@ -27,6 +27,7 @@ from stageline.engine.messages import (
     EngineReady,
     FromClient,
     LoadProgress,
+    PipelineDown,
     Refused,
     SpansAnswer,
     StatsAnswer,
@@ -34,7 +35,7 @@ from stageline.engine.messages import (
     Updates,
 )
 from stageline.engine.stats import EngineStats
-from stageline.errors import EngineLost, FrameError, StagelineError
+from stageline.errors import EngineLost, FrameError, NotReady, StagelineError
 from stageline.executor.executor import OnProgress
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links
@@ -55,6 +56,8 @@ class EngineClient:
     Args:
         on_updates: called with news of this client's requests.
         on_loss: called once, when the engine is gone.
+        on_down: called each time the pipeline has lost a stage, and is being started again, with what to tell whoever
+            asks meanwhile, and whether what was asked is kept.
         on_progress: called while stages load.
     """
 
@@ -64,11 +67,14 @@ class EngineClient:
         clock: Clock,
         on_updates: Callable[[Sequence[RequestUpdate]], None],
         on_loss: Callable[[StagelineError], None],
+        on_down: Callable[[NotReady, bool], None],
         on_progress: OnProgress | None = None,
     ) -> None:
         self.startup_table = ""
         self.loss: StagelineError | None = None
         self.is_ready = False
+        self.down: NotReady | None = None
+        self.keeps_requests = False
         self.stalled_s = 0.0
         self.heard_s = clock.now_s()
         self._index = link.client_index
@@ -76,6 +82,7 @@ class EngineClient:
         self._clock = clock
         self._on_updates = on_updates
         self._on_loss = on_loss
+        self._on_down = on_down
         self._on_progress = on_progress
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
@@ -171,10 +178,26 @@ class EngineClient:
             case EngineReady():
                 self.startup_table = message.startup_table
                 self.is_ready = True
+                self.down = None
+                self.keeps_requests = False
+                self.stalled_s = 0.0
                 if not self._ready.done():
                     self._ready.set_result(None)
+            case PipelineDown():
+                self._take_down(message)
             case EngineFailed():
                 self.lose(message.error.as_error())
+
+    def _take_down(self, message: PipelineDown) -> None:
+        self.is_ready = False
+        self.down = NotReady(message.reason, message.retry_after_s)
+        self.keeps_requests = message.keeps_requests
+        # Statistics and spans were asked of stages that are gone.
+        self.fail_questions(self.down, None if not message.keeps_requests else self._questions_about_stages())
+        self._on_down(self.down, message.keeps_requests)
+
+    def _questions_about_stages(self) -> list[int]:
+        return [key for key in self._answers if isinstance(key, int)]
 
     def _answer(self, key: str | int, answer: object) -> None:
         future = self._answers.get(key)
@@ -185,7 +208,7 @@ class EngineClient:
         else:
             future.set_result(answer)
 
-    def fail_questions(self, error: StagelineError, keys: Sequence[str] | None = None) -> None:
+    def fail_questions(self, error: StagelineError, keys: Sequence[str | int] | None = None) -> None:
         """Give up waiting for answers: to these requests, or to all that was asked."""
         for key in list(self._answers) if keys is None else keys:
             self._answer(key, error)

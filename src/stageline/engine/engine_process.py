@@ -12,8 +12,10 @@ import weakref
 import msgspec
 
 from stageline.config import environment
+from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.engine.messages import Drain, EngineLink, EngineProcessConfig, Stop, ToOwner
+from stageline.executor.messages import LinkAccess
 from stageline.links.child_process import ChildProcess, wait_for_ends
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import make_ipc_folder
@@ -26,10 +28,20 @@ class EngineProcess:
         model_path: of the checkpoint (`open_checkpoint(config.model).path`).
         num_clients: processes that will attach to it, one `EngineLink` each.
         warms_up: it is ready only after requests of several sizes.
+        cluster, access, revives: see `EngineProcessConfig`.
     Raises: ConfigError if there is no place for its sockets.
     """
 
-    def __init__(self, config: EngineConfig, model_path: str, num_clients: int, warms_up: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_path: str,
+        num_clients: int,
+        warms_up: bool = False,
+        cluster: ClusterConfig | None = None,
+        access: LinkAccess | None = None,
+        revives: bool = False,
+    ) -> None:
         folder = make_ipc_folder(f"client{num_clients}")
         body = EngineProcessConfig(
             engine=config,
@@ -38,6 +50,9 @@ class EngineProcess:
             folder=folder,
             num_clients=num_clients,
             warms_up=warms_up,
+            cluster=cluster,
+            access=access or LinkAccess(),
+            revives=revives,
         )
         try:
             self._child = ChildProcess("stageline.engine.process", msgspec.msgpack.encode(body))

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.engine.stats import EngineStats
 from stageline.errors import (
@@ -23,6 +24,7 @@ from stageline.errors import (
     StagelineError,
     WorkerLost,
 )
+from stageline.executor.messages import LinkAccess
 from stageline.outputs import FinishReason
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.timeline.span import Span
@@ -35,6 +37,9 @@ class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
         model_path: of the checkpoint, which its owner has opened already.
         folder: where the sockets are; to be removed if the owner cannot.
         warms_up: whether requests of several sizes go through the stages before it is ready.
+        cluster: which machines take part, if there are several.
+        access: how links to them are protected.
+        revives: a pipeline that loses a stage is started again; else the engine ends.
     """
 
     engine: EngineConfig
@@ -43,6 +48,9 @@ class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     num_clients: int
     warms_up: bool = False
+    cluster: ClusterConfig | None = None
+    access: LinkAccess = LinkAccess()
+    revives: bool = False
 
 
 class EngineLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,7 +222,7 @@ class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag="load_progr
 
 
 class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """A token went through all stages.
+    """A token went through all stages; told again after each `PipelineDown`.
 
     Args:
         startup_table: which stage holds what.
@@ -223,13 +231,37 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     startup_table: str
 
 
+class PipelineDown(msgspec.Struct, frozen=True, array_like=True, tag="down"):
+    """A stage was lost; all stages are started again. What was open is lost, unless `keeps_requests`.
+
+    Args:
+        reason: one line.
+        retry_after_s: when asking again may be worthwhile.
+    """
+
+    reason: str
+    retry_after_s: float
+    keeps_requests: bool
+
+
 class EngineFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Its last words."""
 
     error: ErrorReport
 
 
-ToClient = Accepted | Refused | Updates | StatsAnswer | SpansAnswer | Beat | LoadProgress | EngineReady | EngineFailed
+ToClient = (
+    Accepted
+    | Refused
+    | Updates
+    | StatsAnswer
+    | SpansAnswer
+    | Beat
+    | LoadProgress
+    | EngineReady
+    | PipelineDown
+    | EngineFailed
+)
 
 # ---- to and from its owner ----
 
@@ -247,4 +279,4 @@ class Drained(msgspec.Struct, frozen=True, array_like=True, tag="drained"):
 
 
 FromOwner = Drain | Stop
-ToOwner = LoadProgress | EngineReady | EngineFailed | Drained
+ToOwner = LoadProgress | EngineReady | PipelineDown | EngineFailed | Drained

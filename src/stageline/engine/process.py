@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import os
 import sys
 import traceback
@@ -19,6 +20,7 @@ import zmq
 from stageline.checkpoint import open_checkpoint
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.clock import Clock, MonotonicClock
+from stageline.cluster.head import Head
 from stageline.engine.engine_loop import EngineLoop
 from stageline.engine.messages import (
     Drained,
@@ -28,19 +30,26 @@ from stageline.engine.messages import (
     ErrorReport,
     FromOwner,
     LoadProgress,
+    PipelineDown,
     ToOwner,
     client_address,
     engine_address,
 )
 from stageline.engine.responder import Responder
+from stageline.engine.revival import Revival
 from stageline.engine.startup import Pipeline, start_pipeline
 from stageline.engine.stats import EngineFacts, StageFacts
 from stageline.engine.warm_up import PROOF, USUAL_SIZES, warm_up
-from stageline.errors import InternalError, StagelineError
+from stageline.errors import InternalError, StagelineError, WorkerLost
 from stageline.links.child_process import read_message, write_message
 from stageline.links.frames import encode_message
 from stageline.links.sockets import Links
 from stageline.log import open_standard_streams, set_up_logging
+
+logger = logging.getLogger("stageline.engine.process")
+
+_RETRY_AFTER_S = 5.0
+"""What clients are told when the pipeline is started again."""
 
 _LAST_WORDS_S = 2.0
 """How long clients have to take them; one that is gone never will."""
@@ -94,7 +103,37 @@ class _Engine:
         responder = Responder(config, self._clock, self._orders)
         responder.start()
         checkpoint = open_checkpoint(config.model_path)
-        pipeline = start_pipeline(config.engine, checkpoint, self._clock, self._on_progress)
+        head = None
+        if config.cluster is not None and config.cluster.is_spread:
+            head = Head(config.engine, config.cluster, checkpoint, config.access, self._clock)
+        revival = Revival(config.revives)
+        try:
+            while True:
+                try:
+                    self._run_pipeline(checkpoint, incoming, responder, head, revival)
+                    return
+                except WorkerLost as loss:
+                    is_remote = head is not None and loss.stage_index >= head.num_local
+                    if not revival.allows(loss, is_remote, self._clock.now_s()):
+                        raise
+                    self._tell_down(loss)
+        finally:
+            if head is not None:
+                head.close()
+
+    def _run_pipeline(
+        self,
+        checkpoint: Checkpoint,
+        incoming: zmq.Socket[bytes],
+        responder: Responder,
+        head: Head | None,
+        revival: Revival,
+    ) -> None:
+        """From the start of its stages until the engine is told to stop. Raises: WorkerLost if one of them is lost."""
+        if head is not None:
+            head.gather()
+        config = self._config
+        pipeline = start_pipeline(config.engine, checkpoint, self._clock, self._on_progress, remote=head)
         core = pipeline.core
         try:
             responder.watch(core)
@@ -103,10 +142,17 @@ class _Engine:
             gc.collect()
             gc.freeze()
             core.wake_on(incoming)
-            self.tell_all(EngineReady(pipeline.table))
+            self.tell_all(EngineReady(pipeline.layout.table))
+            revival.began_to_serve(self._clock.now_s())
             self._serve(pipeline, checkpoint, incoming)
         finally:
             core.close()
+            responder.forget_core()
+
+    def _tell_down(self, loss: WorkerLost) -> None:
+        logger.error("%s; the pipeline is started again", loss)
+        reason = f"stage {loss.stage_index} of the pipeline was lost; it is started again"
+        self.tell_all(PipelineDown(reason, _RETRY_AFTER_S, keeps_requests=False))
 
     def _warm_up(self, pipeline: Pipeline, vocab_size: int) -> None:
         rounds = (*PROOF, *(USUAL_SIZES if self._config.warms_up else ()))
@@ -117,7 +163,7 @@ class _Engine:
         loop = EngineLoop(
             pipeline.core,
             self._config.engine,
-            _facts(pipeline, self._config),
+            lambda: _facts(pipeline, self._config),
             checkpoint.spec.vocab_size,
             self._clock,
             incoming,
@@ -130,7 +176,7 @@ class _Engine:
     def _on_progress(self, stage_index: int, num_bytes_read: int, num_bytes_total: int) -> None:
         self.tell_all(LoadProgress(stage_index, num_bytes_read, num_bytes_total))
 
-    def tell_all(self, message: LoadProgress | EngineReady | EngineFailed) -> None:
+    def tell_all(self, message: LoadProgress | EngineReady | PipelineDown | EngineFailed) -> None:
         frame = encode_message(message)
         for client in self._clients:
             client.send(frame)

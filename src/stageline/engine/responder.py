@@ -49,6 +49,12 @@ class Responder:
         if self._orders:
             core.wake()
 
+    def forget_core(self) -> None:
+        """There is none: until the next one, nothing stands still, and a word to stop is obeyed at once."""
+        self._core = None
+        if any(isinstance(order, Stop) for order in self._orders):
+            self._leave(0)
+
     def _run(self) -> None:
         stdin = sys.stdin.fileno()
         poller = zmq.Poller()

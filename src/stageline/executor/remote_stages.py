@@ -21,19 +21,27 @@ class Channel(Protocol):
 
 
 class RemoteStages(Protocol):
-    """Known before anything starts: which stages they are, and where each is reached.
+    """Known before anything starts: which stages they are, and where each is reached."""
 
-    Attributes:
-        num_local: the stages before this one run here, the others elsewhere.
-        access: how links between machines are protected.
-        socket: becomes readable when there may be something to `receive`.
-        own_input: where what other machines send to this one's first stage arrives.
-    """
+    @property
+    def num_local(self) -> int:
+        """The stages before this one run here, the others elsewhere."""
+        ...
 
-    num_local: int
-    access: LinkAccess
-    socket: zmq.Socket[bytes]
-    own_input: str
+    @property
+    def access(self) -> LinkAccess:
+        """How links between machines are protected."""
+        ...
+
+    @property
+    def socket(self) -> zmq.Socket[bytes]:
+        """Becomes readable when there may be something to `receive`."""
+        ...
+
+    @property
+    def own_input(self) -> str:
+        """Where what other machines send to this one's first stage arrives."""
+        ...
 
     def input_of(self, stage_index: int) -> str:
         """Where the stage before reaches this one: an address of another machine."""

@@ -96,7 +96,7 @@ class _WaitForModel:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and path_of(scope) not in _ALWAYS_ANSWERED:
             try:
-                self._state.llm.check_health()
+                self._state.llm.check_takes_requests()
             except Exception as error:
                 await error_response(api_error_of(error))(scope, receive, send)
                 return

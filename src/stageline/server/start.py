@@ -9,6 +9,8 @@ import time
 
 from stageline.checkpoint import open_checkpoint
 from stageline.checkpoint.tokenizer import load_tokenizer
+from stageline.cluster.start import check_head, link_access
+from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.config.serve_config import ServeConfig
 from stageline.engine.startup import check_before_start
@@ -18,15 +20,20 @@ from stageline.server.preflight import check_open_files, make_ssl_context, with_
 from stageline.server.supervisor import Supervisor
 
 
-def serve(engine: EngineConfig, serve: ServeConfig) -> None:
+def serve(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig | None = None) -> None:
     """Serve until told to stop by a signal.
 
+    Args:
+        cluster: which machines take part; None is this one alone.
     Raises: ConfigError before anything starts; WorkerLost, EngineLost, InternalError when something broke.
     """
     began_s = time.monotonic()
     config = with_all_api_keys(serve.check())
     tls = make_ssl_context(config)
+    cluster = (cluster or ClusterConfig()).check()
+    access = link_access(cluster, is_insecure=config.insecure)
     with bind(config) as listening:
+        check_head(engine, cluster, access)
         check_open_files(engine.pipeline_parallel_size)
         checkpoint = open_checkpoint(engine.check().model)
         check_before_start(engine, checkpoint)
@@ -34,4 +41,4 @@ def serve(engine: EngineConfig, serve: ServeConfig) -> None:
         choose_answer_style(tokenizer, config, config.served_model_name)
         listening.listen(BACKLOG)
         url = url_of(listening, is_tls=tls is not None)
-        Supervisor(engine, config, checkpoint.path, listening, url, began_s).run()
+        Supervisor(engine, config, checkpoint.path, listening, url, began_s, cluster, access).run()

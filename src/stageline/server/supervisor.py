@@ -21,13 +21,15 @@ import time
 import msgspec
 
 from stageline.config import environment
+from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.config.serve_config import ServeConfig
 from stageline.engine.engine_process import EngineProcess
 from stageline.engine.load_progress import LoadProgress
-from stageline.engine.messages import EngineFailed, EngineReady, ToOwner
+from stageline.engine.messages import EngineFailed, EngineReady, PipelineDown, ToOwner
 from stageline.engine.messages import LoadProgress as Loaded
 from stageline.errors import EngineLost, InternalError, StagelineError
+from stageline.executor.messages import LinkAccess
 from stageline.links.child_process import ChildProcess, wait_for_ends
 from stageline.server.api_messages import ApiFailed, ApiLeft, ApiProcessConfig, ApiReady, DrainApi, FromApi
 from stageline.server.service_manager import notify
@@ -63,6 +65,7 @@ class Supervisor:
     listening: a bound and listening socket; it belongs to the supervisor from now on.
     url: where clients reach it, for the log.
     began_s: when the command started, of `time.monotonic`.
+    cluster, access: which machines take part, and how links to them are protected.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class Supervisor:
         listening: socket.socket,
         url: str,
         began_s: float,
+        cluster: ClusterConfig,
+        access: LinkAccess,
     ) -> None:
         names = serve.served_model_name or (engine.model,)
         self._engine_config = dataclasses.replace(engine, model=model_path)
@@ -80,6 +85,8 @@ class Supervisor:
         self._listening = listening
         self._url = url
         self._began_s = began_s
+        self._cluster = cluster
+        self._access = access
         self._phase = _Phase.LOADING
         self._error: StagelineError | None = None
         self._last_words: dict[int, StagelineError] = {}
@@ -106,7 +113,13 @@ class Supervisor:
         config = self._serve_config
         self._progress = LoadProgress(self._engine_config.pipeline_parallel_size)
         self._engine = EngineProcess(
-            self._engine_config, self._engine_config.model, config.api_server_count, warms_up=config.warmup
+            self._engine_config,
+            self._engine_config.model,
+            config.api_server_count,
+            warms_up=config.warmup,
+            cluster=self._cluster,
+            access=self._access,
+            revives=True,
         )
         self._has_engine = True
         try:
@@ -172,11 +185,15 @@ class Supervisor:
 
     def _take_from_engine(self, message: ToOwner) -> None:
         match message:
-            case Loaded():
+            case Loaded() if self._phase is _Phase.LOADING:
                 self._progress(message.stage_index, message.num_bytes_read, message.num_bytes_total)
             case EngineReady():
                 self._is_engine_ready = True
                 self._progress.close()
+                if self._phase is _Phase.SERVING:
+                    logger.info("the pipeline is complete again, and serves")
+            case PipelineDown():
+                self._is_engine_ready = False
             case EngineFailed():
                 self._engine_last_words = message.error.as_error()
 

@@ -1,0 +1,48 @@
+"""What can be known to be wrong about machines before anything starts: ports, addresses, the key, the executor."""
+
+from __future__ import annotations
+
+from stageline.cluster.ports import check_port, resolve
+from stageline.config.cluster_config import ClusterConfig
+from stageline.config.engine_config import EngineConfig
+from stageline.errors import ConfigError
+from stageline.executor.messages import LinkAccess
+from stageline.links.key_file import given_security
+from stageline.links.sockets import check_is_protected
+from stageline.links.tcp_address import TcpAddress
+
+
+def link_access(cluster: ClusterConfig, is_insecure: bool) -> LinkAccess:
+    """How links between machines are protected. Raises: ConfigError if a key is given that is none."""
+    if not cluster.is_spread and cluster.cluster_key_file is None:
+        return LinkAccess()
+    security = given_security(cluster.cluster_key_file, is_insecure)
+    if security is None:
+        return LinkAccess()
+    return LinkAccess(None if security.key is None else security.key.text(), is_insecure=security.key is None)
+
+
+def check_head(engine: EngineConfig, cluster: ClusterConfig, access: LinkAccess) -> None:
+    """Refuse what the head could not listen on, or run. Raises: ConfigError."""
+    if not cluster.is_spread:
+        return
+    assert cluster.master_addr is not None
+    if engine.distributed_executor_backend == "in_process":
+        raise ConfigError(
+            "--distributed-executor-backend in_process runs all stages in one process; leave it out to use several "
+            "machines"
+        )
+    num_stages, num_nodes = engine.pipeline_parallel_size, cluster.nnodes or 2
+    if num_stages < num_nodes:
+        raise ConfigError(
+            f"--pipeline-parallel-size {num_stages} gives {num_nodes} machines fewer than one stage each; give at "
+            f"least -pp {num_nodes}, or a smaller --nnodes"
+        )
+    if cluster.stages is not None and cluster.stages > num_stages - num_nodes + 1:
+        raise ConfigError(
+            f"--stages is {cluster.stages}, which leaves fewer than one of {num_stages} stages to each other machine; "
+            f"give at most {num_stages - num_nodes + 1}, or a larger --pipeline-parallel-size"
+        )
+    address = TcpAddress(resolve(cluster.master_addr, "--master-addr"), cluster.master_port)
+    check_is_protected(address, access.security())
+    check_port(address.host, address.port, "--master-port")
