@@ -55,6 +55,7 @@ class SimulatedExecutor:
         self._passed: deque[Passage] = deque(maxlen=DEFAULT_CAPACITY // _SPANS_PER_STAGE)
         self._news_s = 0.0
         self._busy_s = [0.0] * pipeline.num_stages
+        self.num_microbatches = 0
         self._spans_question: tuple[float, int | None] | None = None
         self._is_counters_asked = False
 
@@ -76,7 +77,7 @@ class SimulatedExecutor:
             microbatch.number,
             microbatch.num_tokens,
             microbatch.num_rows,
-            frozenset(),
+            microbatch.oldest if microbatch.pending_rows else -1,
             pipeline.stage_times(microbatch),
         )
         self._launched[microbatch.number] = microbatch
@@ -112,6 +113,7 @@ class SimulatedExecutor:
         self._work(pipeline.result_s + pipeline.result_row_s * num_tokens)
         self._news_s = pipeline.news_s + pipeline.news_row_s * num_tokens
         self._passed.append(passage)
+        self.num_microbatches += 1
         times_s = [end_s - start_s for start_s, end_s in zip(passage.starts_s, passage.ends_s, strict=True)]
         self._busy_s = [busy_s + time_s for busy_s, time_s in zip(self._busy_s, times_s, strict=True)]
         return MicrobatchResult(
@@ -150,7 +152,7 @@ class SimulatedExecutor:
                 spans.append(Span(stage, number, "send", end_s, end_s + send_s, tokens, rows))
         return spans
 
-    def collect_item_times(self) -> list[StageItemTimes]:
+    def collect_item_times(self, goes_on: bool = True) -> list[StageItemTimes]:
         """Nothing is measured."""
         return [
             StageItemTimes(part.stage_index, 0, 0, [], [], None, None, 0, f"s{part.stage_index}")

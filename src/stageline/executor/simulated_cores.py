@@ -59,8 +59,8 @@ class StagesOnOneHost:
         self._order = itertools.count()
         self._events: list[tuple[float, int, int, Passage]] = []
         self._finished: deque[Passage] = deque()
-        self._tokens: dict[int, bool] = {}
-        self._waiting_for_tokens: list[tuple[Passage, set[int]]] = []
+        self._sampling: set[int] = set()
+        self._waiting_for_tokens: list[Passage] = []
 
     # ---- what the executor asks ----
 
@@ -76,10 +76,9 @@ class StagesOnOneHost:
         self._run_until(now_s)
         num_stages = len(self._stages)
         passage.waits_s, passage.starts_s, passage.ends_s = ([0.0] * num_stages for _ in range(3))
-        self._tokens[passage.number] = False
-        missing = {number for number in passage.sources if self._tokens.get(number) is False}
-        if missing:
-            self._waiting_for_tokens.append((passage, missing))
+        self._sampling.add(passage.number)
+        if passage.source in self._sampling:
+            self._waiting_for_tokens.append(passage)
         else:
             self._stages[0].inputs.add(passage.number)
         self._after(self._pipeline.to_stages_s, _ANNOUNCED, passage)
@@ -157,12 +156,9 @@ class StagesOnOneHost:
             self._find_work(self._stages[kind])
 
     def _take_tokens(self, number: int) -> None:
-        self._tokens[number] = True
-        for passage, missing in self._waiting_for_tokens:
-            missing.discard(number)
-            if not missing:
-                self._stages[0].inputs.add(passage.number)
-        self._waiting_for_tokens = [(passage, missing) for passage, missing in self._waiting_for_tokens if missing]
+        self._sampling.discard(number)
+        self._stages[0].inputs.update(one.number for one in self._waiting_for_tokens if one.source == number)
+        self._waiting_for_tokens = [one for one in self._waiting_for_tokens if one.source != number]
         self._find_work(self._stages[0])
 
     def _find_work(self, stage: _Stage) -> None:
@@ -170,8 +166,9 @@ class StagesOnOneHost:
         if stage.phase is not _Phase.IDLE:
             return
         if stage.announced:
-            stage.passage = stage.announced.popleft()
-            self._begin(stage, _Phase.PREPARING, self._pipeline.prepare_s)
+            passage = stage.passage = stage.announced.popleft()
+            prepare_s = self._pipeline.prepare_s + self._pipeline.prepare_row_s * passage.num_rows
+            self._begin(stage, _Phase.PREPARING, prepare_s)
         elif stage.prepared and stage.prepared[0].number in stage.inputs:
             passage = stage.passage = stage.prepared.popleft()
             stage.inputs.discard(passage.number)
@@ -206,8 +203,6 @@ class StagesOnOneHost:
         if index == len(self._stages) - 1:
             self._after(pipeline.to_first_stage_s, _TOKENS, passage)
             self._after(pipeline.to_engine_s, _RESULT, passage)
-            while len(self._tokens) > _NUM_TOKENS_REMEMBERED:
-                del self._tokens[next(iter(self._tokens))]
             return
         link = pipeline.links[index]
         stage.link_free_s = max(self._now_s, stage.link_free_s) + pipeline.transfer_s(link, passage.num_tokens)
@@ -216,6 +211,3 @@ class StagesOnOneHost:
 
 _ANNOUNCED, _RESULT, _TOKENS = -1, -2, -3
 """What may happen to a passage; from 0 on: its activations reach that stage."""
-
-_NUM_TOKENS_REMEMBERED = 4096
-"""More than can be in flight."""

@@ -61,7 +61,7 @@ class SimulatedPipeline:
         to_stages_s: from the engine's send to a stage that listens.
         to_engine_s: from the last stage's send to the engine.
         to_first_stage_s: from the last stage's send to the first, for tokens that go there directly.
-        prepare_s: a stage's own time for an announcement, before it can compute.
+        prepare_s, prepare_row_s: a stage's own time for an announcement and for each of its rows, before it can compute.
         send_s: a stage's own time after computing, before it does anything else.
         launch_s, launch_row_s: the engine's time for a microbatch, and for each of its rows.
         result_s, result_row_s: the engine's time for a result before it can launch again, and for each of its tokens.
@@ -77,6 +77,7 @@ class SimulatedPipeline:
     to_engine_s: float = 0.0
     to_first_stage_s: float = 0.0
     prepare_s: float = 0.0
+    prepare_row_s: float = 0.0
     send_s: float = 0.0
     launch_s: float = 0.0
     launch_row_s: float = 0.0
@@ -99,7 +100,7 @@ class Passage:
     """A microbatch's way through the stages.
 
     Args:
-        sources: numbers of microbatches whose tokens it needs on the first stage.
+        source: number of the microbatch whose tokens it needs on the first stage; -1 if it needs none.
         times_s: [stages] of computing, alone.
         waits_s: [stages] since when the stage could have computed it.
         starts_s, ends_s: [stages] when it computed it.
@@ -109,7 +110,7 @@ class Passage:
     number: int
     num_tokens: int
     num_rows: int
-    sources: frozenset[int]
+    source: int
     times_s: Sequence[float]
     waits_s: list[float] = field(default_factory=list)
     starts_s: list[float] = field(default_factory=list)
@@ -154,10 +155,10 @@ class StagesOfTheirOwn:
     def launch(self, passage: Passage, now_s: float) -> None:
         pipeline, free_s = self._pipeline, self._free_s
         ready_s = free_s.copy()
-        ready_s[::2] = self._prepared_s(now_s + pipeline.to_stages_s)
+        prepare_s = pipeline.prepare_s + pipeline.prepare_row_s * passage.num_rows
+        ready_s[::2] = self._prepared_s(now_s + pipeline.to_stages_s, prepare_s)
         waits_s = ready_s[::2].copy()
-        tokens_s = [self._tokens_s[number] for number in passage.sources if number in self._tokens_s]
-        ready_s[0] = max(ready_s[0], *tokens_s) if tokens_s else ready_s[0]
+        ready_s[0] = max(ready_s[0], self._tokens_s.get(passage.source, 0.0))
         service_s = np.empty_like(free_s)
         service_s[::2] = passage.times_s
         service_s[::2] += pipeline.send_s
@@ -176,12 +177,12 @@ class StagesOfTheirOwn:
         self._tokens_s[passage.number] = end_s + pipeline.to_first_stage_s
         self._passages.append(passage)
 
-    def _prepared_s(self, announced_s: float) -> Array:
+    def _prepared_s(self, announced_s: float, prepare_s: float) -> Array:
         """[stages] when each can begin with the next microbatch, its input aside.
 
         A stage that waits for the input of the one before prepares it meanwhile.
         """
-        prepare_s, free_s = self._pipeline.prepare_s, self._free_s[::2]
+        free_s = self._free_s[::2]
         prepared_s = np.maximum(free_s, announced_s) + prepare_s
         if self._before is None or prepare_s == 0:
             return prepared_s
@@ -193,11 +194,6 @@ class StagesOfTheirOwn:
         if not self._passages or self._passages[0].result_s > until_s:
             return None
         passage = self._passages.popleft()
-        # A later microbatch may need its tokens as long as this one's result is news to the engine.
-        while len(self._tokens_s) > _NUM_TOKENS_REMEMBERED:
-            del self._tokens_s[next(iter(self._tokens_s))]
+        # Whatever waits for its tokens was launched before the engine has them.
+        del self._tokens_s[passage.number]
         return passage
-
-
-_NUM_TOKENS_REMEMBERED = 4096
-"""More than can be in flight."""

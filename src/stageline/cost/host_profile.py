@@ -1,0 +1,212 @@
+"""What a host was measured to do, kept in a file; and the stages' times that follow from it.
+
+One idea: times of a layer are a curve over the number of tokens, measured with the project's own kernels at the model's
+own shapes. Another model's layers are taken to cost in proportion to their weights, and its attention to its KV cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from stageline.config import environment
+from stageline.cost.hardware import Device, MatmulRate
+from stageline.cost.profile import describe_machine
+from stageline.cost.stage_time import MicrobatchShape
+from stageline.pipeline.microbatch import Microbatch
+from stageline.pipeline.partition import StageLayers
+
+
+class HostKey(msgspec.Struct, frozen=True):
+    """What a profile is of: machine and way of computing."""
+
+    machine: str
+    num_cores: int
+    device: str
+    dtype: str
+    quantization: str
+    threads_per_stage: int
+    kernels: str
+
+    @property
+    def path(self) -> Path:
+        name = hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
+        return environment.cache_directory() / "hosts" / f"{name}.json"
+
+
+class LayerShape(msgspec.Struct, frozen=True):
+    """What a model's times depend on.
+
+    Args:
+        layer_weights: [layers] numbers in the matrices of each.
+        head_weights: numbers in the LM head.
+        kv_bytes_per_token: of one layer.
+        hidden_bytes: of one token's hidden states, as they cross from stage to stage.
+    """
+
+    layer_weights: tuple[float, ...]
+    head_weights: float
+    kv_bytes_per_token: float
+    hidden_bytes: float
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """Seconds over a number of tokens: straight between the points, in proportion beyond the last.
+
+    Args:
+        tokens: ascending.
+    """
+
+    tokens: tuple[int, ...]
+    times_s: tuple[float, ...]
+
+    def at(self, num_tokens: float) -> float:
+        tokens, times_s = self.tokens, self.times_s
+        if num_tokens <= 0:
+            return 0.0
+        place = bisect_left(tokens, num_tokens)
+        if place == 0:
+            return times_s[0]
+        if place == len(tokens):
+            return times_s[-1] * num_tokens / tokens[-1]
+        share = (num_tokens - tokens[place - 1]) / (tokens[place] - tokens[place - 1])
+        return times_s[place - 1] + share * (times_s[place] - times_s[place - 1])
+
+
+class MessageCosts(msgspec.Struct, frozen=True):
+    """Messages inside the host.
+
+    Args:
+        send_s: the sender's time for one message.
+        latency_s: from a send to the moment at which the receiver has decoded it.
+        bytes_per_s: of large ones.
+    """
+
+    send_s: float
+    latency_s: float
+    bytes_per_s: float
+
+
+class EngineCosts(msgspec.Struct, frozen=True):
+    """The engine's time for a microbatch, and for each of its rows; see `SimulatedPipeline`."""
+
+    launch_s: float
+    launch_row_s: float
+    result_s: float
+    result_row_s: float
+    news_s: float
+    news_row_s: float
+
+
+class HostProfile(msgspec.Struct, frozen=True):
+    """Args:
+    model: path of the checkpoint that was measured, for people who read the file.
+    shape: of it; `layer_s` is of its first layer.
+    layer_s: a layer without attention, by tokens.
+    head_s: norm, head and choice of a token, by sampled rows.
+    stage_s: what every stage pays for a microbatch besides its layers.
+    attention_token_s: of one layer, for each token in the KV cache of each decode.
+    prefill_attention_s: of one layer, for each unit of Σ(2Lx + x²).
+    slowdowns: [stages at once, from 1 on] by how much computing takes longer.
+    prepare_s, prepare_row_s: a stage's time for an announcement.
+    memory_bytes_per_s: of reading weights, by one stage.
+    """
+
+    key: HostKey
+    model: str
+    shape: LayerShape
+    layer_s: Curve
+    head_s: Curve
+    stage_s: float
+    attention_token_s: float
+    prefill_attention_s: float
+    slowdowns: tuple[float, ...]
+    prepare_s: float
+    prepare_row_s: float
+    messages: MessageCosts
+    engine: EngineCosts
+    memory_bytes_per_s: float
+    memory_bytes: float
+
+    def matmul_flops_per_s(self, num_tokens: int) -> float:
+        """Rate of a layer's matrix products with so many rows, by one stage."""
+        return 2.0 * num_tokens * self.shape.layer_weights[0] / self.layer_s.at(num_tokens)
+
+    def as_device(self) -> Device:
+        """One stage's share of this host, for the cost model's table of hardware."""
+        rates = tuple(MatmulRate(tokens, self.matmul_flops_per_s(tokens)) for tokens in self.layer_s.tokens)
+        return Device(
+            memory_bytes=self.memory_bytes,
+            memory_bytes_per_s=self.memory_bytes_per_s,
+            flops_per_s={"bf16": max(rate.flops_per_s for rate in rates)},
+            source="stageline plan --calibrate",
+            kind="cpu",
+            memory_efficiency=1.0,
+            compute_efficiency=1.0,
+            microbatch_overhead_s=self.stage_s,
+            matmul_rates=rates,
+            attention_bytes_per_s=self.shape.kv_bytes_per_token / self.attention_token_s,
+        )
+
+
+def host_key(device: str, dtype: str, quantization: str, threads_per_stage: int, num_cores: int) -> HostKey:
+    """The key for this machine."""
+    machine = describe_machine(with_gpus=device != "cpu")
+    return HostKey(machine, num_cores, device, dtype, quantization, threads_per_stage, environment.kernels())
+
+
+def load_host_profile(key: HostKey) -> HostProfile | None:
+    """The profile kept under this key; None if there is none, or the file there is not one."""
+    try:
+        profile = msgspec.json.decode(key.path.read_bytes(), type=HostProfile)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return profile if profile.key == key else None
+
+
+def save_host_profile(profile: HostProfile) -> Path:
+    """Keep a profile in place of any other of its key. Returns: the file. Raises: OSError."""
+    path = profile.key.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside and moved: whoever reads meanwhile finds the old one or the new one, whole.
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+    part.replace(path)
+    return path
+
+
+def stage_times_of(
+    profile: HostProfile, shape: LayerShape, partition: Sequence[StageLayers]
+) -> Callable[[Microbatch], list[float]]:
+    """Seconds that each stage computes a microbatch, alone on its cores.
+
+    Args: shape: of the model that is cut so.
+    """
+    measured = profile.shape
+    layers_worth = [
+        sum(shape.layer_weights[layer] for layer in part.layers) / measured.layer_weights[0] for part in partition
+    ]
+    kv_worth = shape.kv_bytes_per_token / measured.kv_bytes_per_token
+    attention_worth = [len(part.layers) * kv_worth for part in partition]
+    head_worth = shape.head_weights / measured.head_weights
+
+    def stage_times(microbatch: Microbatch) -> list[float]:
+        found = MicrobatchShape.of_rows(microbatch.num_computed_tokens, microbatch.num_scheduled_tokens)
+        layer_s = profile.layer_s.at(found.num_tokens)
+        attention_s = (
+            profile.attention_token_s * found.decode_context_tokens
+            + profile.prefill_attention_s * found.prefill_attention
+        )
+        times_s = [
+            profile.stage_s + worth * layer_s + attends * attention_s
+            for worth, attends in zip(layers_worth, attention_worth, strict=True)
+        ]
+        times_s[-1] += head_worth * profile.head_s.at(len(microbatch.sampling_rows))
+        return times_s
+
+    return stage_times

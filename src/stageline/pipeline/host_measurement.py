@@ -1,0 +1,103 @@
+"""What a host's measuring processes are asked and what they answer: the words of `stageline plan --calibrate`.
+
+One idea: a process stands for a stage. It holds some of the model's layers, and is asked for the time of one microbatch
+after the other, while others like it do the same at the same time or while it is alone.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class MeasuringConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a measuring process needs to start.
+
+    Args:
+        model: path of the checkpoint.
+        num_layers: how many of its first layers are timed together.
+        cores: to bind to; empty binds to none.
+        max_tokens, max_kv_tokens: the most of a microbatch, and of the KV cache that all orders need.
+        listen_address, answer_address: where messages are echoed from and to.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    quantization: str
+    num_layers: int
+    num_threads: int
+    cores: list[int]
+    max_tokens: int
+    max_kv_tokens: int
+    listen_address: str
+    answer_address: str
+
+
+class TimeMicrobatch(msgspec.Struct, frozen=True, tag="time"):
+    """Run one microbatch again and again, and tell its time.
+
+    Args:
+        num_rows: requests in it.
+        new_tokens: of each; 1 is a decode.
+        cached_tokens: of each, in the KV cache already.
+        duration_s: how long to go on; at least three times.
+        with_ends: time the embedding's and the head's side as well, and preparing.
+    """
+
+    num_rows: int
+    new_tokens: int
+    cached_tokens: int
+    duration_s: float
+    with_ends: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.new_tokens
+
+
+class Echo(msgspec.Struct, frozen=True, tag="echo"):
+    """Answer so many messages, each as a stage would: decode, and send a result back."""
+
+    num_messages: int
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """Nothing more is asked."""
+
+
+Order = TimeMicrobatch | Echo | Leave
+
+
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    """Typical times of a microbatch. Those of the ends are 0 if they were not asked for.
+
+    Args:
+        layers_s: of the layers that are timed together, without anything else.
+        one_layer_s: of a stage with one layer alone, its embedding included: the rest is what every stage pays.
+        last_layer_s: of a stage with one layer and the head, with a token chosen for each row.
+        prepare_s: of decoding the message and preparing the inputs.
+    """
+
+    layers_s: float
+    one_layer_s: float
+    last_layer_s: float
+    prepare_s: float
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The layers are loaded.
+
+    Args:
+        num_layers: how many are timed together.
+    """
+
+    num_layers: int
+
+
+class Trouble(msgspec.Struct, frozen=True, tag="trouble"):
+    """Last words."""
+
+    message: str
+
+
+Answer = Ready | Measured | Trouble

@@ -1,0 +1,303 @@
+"""`stageline plan --calibrate`: what this host does with a model's layers, in less than a minute.
+
+One idea: every number comes from the code that serves: layers and head in processes like a stage's, alone and all at
+once; messages over the sockets that stages use; the engine's loop with nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from types import TracebackType
+from typing import Self, TypeVar
+
+import msgspec
+import psutil
+
+from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.stage_tensors import stage_tensor_names, stage_weight_bytes
+from stageline.config.engine_config import EngineConfig
+from stageline.cost.host_profile import Curve, HostProfile, LayerShape, MessageCosts, host_key
+from stageline.errors import ConfigError, StagelineError
+from stageline.executor.stage_processes import available_cores
+from stageline.kv.kv_size import kv_bytes_per_token
+from stageline.links.child_process import ChildProcess
+from stageline.links.frames import MessageDecoder, encode_message
+from stageline.links.sockets import Links, make_ipc_folder
+from stageline.pipeline.host_measurement import (
+    Answer,
+    Echo,
+    Leave,
+    Measured,
+    MeasuringConfig,
+    Order,
+    Ready,
+    TimeMicrobatch,
+    Trouble,
+)
+from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
+from stageline.planner.measure_engine import measure_engine
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DECODE_ROWS = (1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 48, 64)
+_CONTEXT, _LONG_CONTEXT, _CONTEXT_ROWS = 128, 512, 16
+_CHUNK, _LONG_CHUNK = 128, 512
+_AT_ONCE_ROWS = (1, 4, 8, 16, 32)
+_POINT_S = 0.4
+_LARGER_THAN_CACHES_BYTES = 2**28
+_MOST_MEMORY_FRACTION = 0.4
+_MOST_PROCESSES = 8
+_NUM_MESSAGES, _LARGE_BYTES = 300, 2**20
+_LEAST_S = 1e-9
+
+_Kind = TypeVar("_Kind", Ready, Measured)
+
+OnStep = Callable[[str], None]
+
+
+def layer_shape(checkpoint: Checkpoint, itemsize: int) -> LayerShape:
+    """Args: itemsize: bytes of a number in the compute dtype."""
+    spec = checkpoint.spec
+
+    def num_weights(layers: range, is_last: bool) -> float:
+        names = stage_tensor_names(checkpoint, layers, is_first=False, is_last=is_last)
+        return float(sum(checkpoint.tensors[name].num_elements for name in names))
+
+    return LayerShape(
+        layer_weights=tuple(num_weights(range(layer, layer + 1), False) for layer in range(spec.num_layers)),
+        head_weights=num_weights(range(0), True),
+        kv_bytes_per_token=float(kv_bytes_per_token(spec, 1, itemsize)),
+        hidden_bytes=float(spec.hidden_size * itemsize),
+    )
+
+
+def compute_itemsize(config: EngineConfig, checkpoint: Checkpoint) -> int:
+    """Bytes of a number in the dtype that a configuration computes in."""
+    return _ITEMSIZE[checkpoint.spec.dtype if config.dtype == "auto" else config.dtype]
+
+
+def calibrate_host(config: EngineConfig, checkpoint: Checkpoint, on_step: OnStep = lambda text: None) -> HostProfile:
+    """Measure this host with a model's layers.
+
+    Args: on_step: hears what is measured next.
+    Raises: ConfigError if the model cannot be measured here; StagelineError if a measuring process is lost.
+    """
+    itemsize = compute_itemsize(config, checkpoint)
+    cores = available_cores() or list(range(os.cpu_count() or 1))
+    num_processes = max(1, min(len(cores) // config.threads_per_stage, _MOST_PROCESSES))
+    num_layers = _layers_to_time(config, checkpoint, itemsize, num_processes)
+    shape = layer_shape(checkpoint, itemsize)
+    on_step(f"starting {num_processes} measuring processes with {num_layers} layers each")
+    with _Processes(config, checkpoint, num_layers, num_processes, cores) as processes:
+        on_step("layers and head, one stage alone")
+        alone = {order: processes.time(order, 1)[0] for order in _orders()}
+        on_step("layers, several stages at once")
+        slowdowns = [1.0]
+        for num_at_once in range(2, num_processes + 1):
+            slowdowns.append(_slowdown(processes, num_at_once, slowdowns[-1]))
+        on_step("messages and the engine")
+        messages = processes.measure_messages()
+    fitted = _Fit(alone, num_layers)
+    return HostProfile(
+        key=host_key(
+            config.device,
+            checkpoint.spec.dtype if config.dtype == "auto" else config.dtype,
+            config.quantization,
+            config.threads_per_stage,
+            len(cores),
+        ),
+        model=checkpoint.path,
+        shape=shape,
+        layer_s=fitted.layer_s,
+        head_s=fitted.head_s,
+        stage_s=fitted.stage_s,
+        attention_token_s=fitted.attention_token_s,
+        prefill_attention_s=fitted.prefill_attention_s,
+        slowdowns=tuple(slowdowns),
+        prepare_s=fitted.prepare_s,
+        prepare_row_s=fitted.prepare_row_s,
+        messages=messages,
+        engine=measure_engine(),
+        memory_bytes_per_s=_layer_bytes(config, checkpoint, itemsize) / fitted.layer_s.times_s[0],
+        memory_bytes=float(psutil.virtual_memory().total),
+    )
+
+
+def _layer_bytes(config: EngineConfig, checkpoint: Checkpoint, itemsize: int) -> int:
+    return stage_weight_bytes(checkpoint, range(1), False, False, itemsize, config.quantization != "none")
+
+
+def _layers_to_time(config: EngineConfig, checkpoint: Checkpoint, itemsize: int, num_processes: int) -> int:
+    """As many as are larger than the caches, if there are so many and memory allows."""
+    layer_bytes = _layer_bytes(config, checkpoint, itemsize)
+    head_bytes = stage_weight_bytes(checkpoint, range(0), True, True, itemsize, config.quantization != "none")
+    most_bytes = _MOST_MEMORY_FRACTION * psutil.virtual_memory().available / num_processes - 2 * head_bytes
+    num_most = int(most_bytes // layer_bytes) - 2
+    if num_most < 1:
+        raise ConfigError(
+            f"{checkpoint.path}: {num_processes} measuring processes need memory for three layers of {layer_bytes:,} "
+            f"bytes and a head of {head_bytes:,} each; use a machine with more memory, or a smaller --dtype"
+        )
+    wanted = -(-_LARGER_THAN_CACHES_BYTES // layer_bytes)
+    return max(1, min(wanted, num_most, checkpoint.spec.num_layers - 1))
+
+
+def _decode(rows: int, context: int = _CONTEXT, with_ends: bool = True) -> TimeMicrobatch:
+    return TimeMicrobatch(rows, 1, context, _POINT_S, with_ends)
+
+
+def _chunk(num_tokens: int, num_cached: int = 0) -> TimeMicrobatch:
+    return TimeMicrobatch(1, num_tokens, num_cached, _POINT_S, False)
+
+
+def _orders() -> list[TimeMicrobatch]:
+    decodes = [_decode(rows) for rows in _DECODE_ROWS]
+    return [*decodes, _decode(_CONTEXT_ROWS, _LONG_CONTEXT), _chunk(_CHUNK), _chunk(_CHUNK, _LONG_CONTEXT),
+            _chunk(_LONG_CHUNK)]  # fmt: skip
+
+
+def _slowdown(processes: _Processes, num_at_once: int, before: float) -> float:
+    """How much longer layers take with so many stages at once; never less than with fewer."""
+    ratios = []
+    for rows in _AT_ONCE_ROWS:
+        order = _decode(rows, with_ends=False)
+        # Alone again, just before: the host may have become faster or slower since.
+        alone_s = processes.time(order, 1)[0].layers_s
+        ratios += [measured.layers_s / alone_s for measured in processes.time(order, num_at_once)]
+    return max(before, median(ratios))
+
+
+class _Fit:
+    """Curves and coefficients from what was measured alone."""
+
+    def __init__(self, alone: dict[TimeMicrobatch, Measured], num_layers: int) -> None:
+        decodes = [alone[_decode(rows)] for rows in _DECODE_ROWS]
+        per_layer_s = {order: measured.layers_s / num_layers for order, measured in alone.items()}
+        self.stage_s = max(
+            0.0, median(one.one_layer_s - one.layers_s / num_layers for one in decodes[: len(decodes) // 2])
+        )
+        extra_tokens = _CONTEXT_ROWS * (_LONG_CONTEXT - _CONTEXT)
+        extra_s = per_layer_s[_decode(_CONTEXT_ROWS, _LONG_CONTEXT)] - per_layer_s[_decode(_CONTEXT_ROWS)]
+        self.attention_token_s = max(_LEAST_S, extra_s / extra_tokens)
+        extra_s = per_layer_s[_chunk(_CHUNK, _LONG_CONTEXT)] - per_layer_s[_chunk(_CHUNK)]
+        self.prefill_attention_s = max(0.0, extra_s / (2 * _LONG_CONTEXT * _CHUNK))
+        layer_s = [
+            max(_LEAST_S, per_layer_s[_decode(rows)] - self.attention_token_s * rows * _CONTEXT)
+            for rows in _DECODE_ROWS
+        ]
+        layer_s += [
+            max(_LEAST_S, per_layer_s[_chunk(tokens)] - self.prefill_attention_s * tokens**2)
+            for tokens in (_CHUNK, _LONG_CHUNK)
+        ]
+        self.layer_s = Curve((*_DECODE_ROWS, _CHUNK, _LONG_CHUNK), tuple(layer_s))
+        head_s = [one.last_layer_s - one.layers_s / num_layers - self.stage_s for one in decodes]
+        self.head_s = Curve(_DECODE_ROWS, tuple(max(_LEAST_S, time_s) for time_s in head_s))
+        few, many = decodes[0].prepare_s, decodes[-1].prepare_s
+        self.prepare_row_s = max(0.0, (many - few) / (_DECODE_ROWS[-1] - _DECODE_ROWS[0]))
+        self.prepare_s = max(0.0, few - self.prepare_row_s)
+
+
+class _Processes:
+    """The measuring processes, ended when they are not needed any more, also after an error."""
+
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, num_layers: int, num_processes: int, cores: Sequence[int]
+    ) -> None:
+        self._folder = make_ipc_folder("answers")
+        self._links = Links()
+        self._children: list[ChildProcess] = []
+        self._answers = self._links.receiver(f"ipc://{self._folder}/answers")
+        num_threads = config.threads_per_stage
+        for index in range(num_processes):
+            own_cores = cores[index * num_threads :][:num_threads] if config.bind_cores else []
+            measuring = MeasuringConfig(
+                model=checkpoint.path,
+                dtype=config.dtype,
+                device=config.device,
+                quantization=config.quantization,
+                num_layers=num_layers,
+                num_threads=num_threads,
+                cores=own_cores,
+                max_tokens=max(_DECODE_ROWS[-1], _LONG_CHUNK),
+                max_kv_tokens=max(_DECODE_ROWS[-1] * (_CONTEXT + 16), _CONTEXT_ROWS * (_LONG_CONTEXT + 16)),
+                listen_address=f"ipc://{self._folder}/echo{index}",
+                answer_address=f"ipc://{self._folder}/answers",
+            )
+            threads = {"OMP_NUM_THREADS": str(num_threads)}
+            self._children.append(
+                ChildProcess("stageline.worker.host_measure", msgspec.msgpack.encode(measuring), environ=threads)
+            )
+
+    def __enter__(self) -> Self:
+        try:
+            for child in self._children:
+                self._read(child, Ready)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for child in self._children:
+            child.send(msgspec.msgpack.encode(Leave()))
+            child.let_go()
+            child.kill()
+            child.reap()
+        self._links.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def time(self, order: TimeMicrobatch, num_at_once: int) -> list[Measured]:
+        """Let the first so many processes do it at the same time."""
+        for child in self._children[:num_at_once]:
+            self._send(child, order)
+        return [self._read(child, Measured) for child in self._children[:num_at_once]]
+
+    def measure_messages(self) -> MessageCosts:
+        """A stage's end of a link and the engine's, with nothing else to do."""
+        child = self._children[0]
+        self._send(child, Echo(2 * _NUM_MESSAGES))
+        self._read(child, Ready)
+        outgoing = self._links.sender(f"ipc://{self._folder}/echo0")
+        decoder = MessageDecoder(MicrobatchResult)
+        small_send_s, small_s = self._round_trips(outgoing.send_multipart, decoder, [])
+        large_send_s, large_s = self._round_trips(outgoing.send_multipart, decoder, [bytes(_LARGE_BYTES)])
+        transfer_s = max(_LEAST_S, large_s - small_s)
+        return MessageCosts(small_send_s, max(0.0, small_s / 2 - small_send_s), _LARGE_BYTES / transfer_s)
+
+    def _round_trips(
+        self, send: Callable[..., object], decoder: MessageDecoder[MicrobatchResult], further: list[bytes]
+    ) -> tuple[float, float]:
+        """Medians of the time to send, and of the time until the answer is decoded."""
+        microbatch = Microbatch(0, 0, [], [], [], list(range(8)), [_CONTEXT] * 8, [1] * 8, [1] * 8, list(range(8)))
+        sends_s, trips_s = [], []
+        for _ in range(_NUM_MESSAGES):
+            start_s = time.perf_counter()
+            send([encode_message(microbatch), *further], copy=False)
+            sends_s.append(time.perf_counter() - start_s)
+            decoder.decode(self._answers.recv())
+            trips_s.append(time.perf_counter() - start_s)
+        return median(sends_s), median(trips_s)
+
+    def _send(self, child: ChildProcess, order: Order) -> None:
+        child.send(msgspec.msgpack.encode(order))
+
+    def _read(self, child: ChildProcess, kind: type[_Kind]) -> _Kind:
+        messages: list[bytes] | None = []
+        while not messages:
+            messages = child.read_messages()
+            if messages is None:
+                raise StagelineError(f"a measuring process was lost: {child.describe_exit()}")
+        answer = msgspec.msgpack.decode(messages[0], type=Answer)
+        if isinstance(answer, Trouble):
+            raise ConfigError(f"this model cannot be measured here: {answer.message}")
+        if not isinstance(answer, kind):
+            raise StagelineError(f"a measuring process answered {type(answer).__name__} instead of {kind.__name__}")
+        return answer

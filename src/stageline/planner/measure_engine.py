@@ -1,0 +1,94 @@
+"""The engine's own time for a microbatch: the real scheduler and loop, on stages that take no time at all.
+
+One idea: an executor that answers at once leaves nothing to measure but the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from statistics import median
+
+from stageline.clock import VirtualClock
+from stageline.cost.host_profile import EngineCosts
+from stageline.engine.core import EngineCore
+from stageline.executor.simulated import SimulatedExecutor
+from stageline.executor.simulated_stages import SimulatedPipeline
+from stageline.kv.kv_cache_manager import KVCacheManager
+from stageline.pipeline.microbatch import MicrobatchLimits, MicrobatchResult
+from stageline.pipeline.partition import stages_of
+from stageline.request import EngineRequest
+from stageline.sampling import SamplerSpec
+from stageline.scheduler.scheduler import Scheduler, SchedulerLimits
+
+_FEW_ROWS, _MANY_ROWS = 1, 32
+_NUM_STEPS = 400
+_PROMPT_TOKENS, _BLOCK_SIZE, _MAX_LEN = 128, 16, 1024
+
+
+class _RealTime(VirtualClock):
+    """The operating system's clock, which nobody moves."""
+
+    def now_s(self) -> float:
+        return time.perf_counter()
+
+    def advance_to(self, time_s: float) -> None:
+        """Time passes by itself."""
+
+
+class _InstantStages(SimulatedExecutor):
+    """Answers at once, and remembers when."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(SimulatedPipeline(1, lambda microbatch: [0.0], ()), stages_of((1,)), clock)
+        self.answered_s = 0.0
+
+    def wait(self, until_s: float | None = None) -> MicrobatchResult | None:
+        result = super().wait(until_s)
+        self.answered_s = time.perf_counter()
+        return result
+
+
+def measure_engine() -> EngineCosts:
+    """Takes about a second; times are medians."""
+    few, many = (_parts_s(rows) for rows in (_FEW_ROWS, _MANY_ROWS))
+    costs = []
+    for few_s, many_s in zip(few, many, strict=True):
+        row_s = max(0.0, (many_s - few_s) / (_MANY_ROWS - _FEW_ROWS))
+        costs += [max(0.0, few_s - row_s * _FEW_ROWS), row_s]
+    return EngineCosts(*costs)
+
+
+def _parts_s(num_rows: int) -> tuple[float, float, float]:
+    """Of steady decodes: launching, what comes between a result and the launch, and what comes after it."""
+    executor = _InstantStages(_RealTime())
+    num_blocks = num_rows * _MAX_LEN // _BLOCK_SIZE
+    executor.allocate(MicrobatchLimits(num_blocks, _BLOCK_SIZE, 1 << 31, num_rows, 4096, _MAX_LEN))
+    limits = SchedulerLimits(1, 1, num_rows, 4096, _MAX_LEN)
+    core = EngineCore(executor, Scheduler(KVCacheManager(num_blocks, _BLOCK_SIZE, True), limits), _RealTime())
+    for number in range(num_rows):
+        core.add(_request(number))
+    parts: dict[str, list[float]] = defaultdict(list)
+    for _ in range(_NUM_STEPS):
+        core.step()
+        end_s = time.perf_counter()
+        span = core.recorder.spans(most=1)[0]
+        if span.num_rows == num_rows == span.num_tokens:
+            parts["launch"].append(span.duration_s)
+            parts["result"].append(span.start_s - executor.answered_s)
+            parts["news"].append(end_s - span.end_s)
+    core.close()
+    return median(parts["launch"]), median(parts["result"]), median(parts["news"])
+
+
+def _request(number: int) -> EngineRequest:
+    first = number * _MAX_LEN
+    return EngineRequest(
+        request_id=str(number),
+        prompt_token_ids=list(range(first, first + _PROMPT_TOKENS)),
+        sampler=SamplerSpec(seed=0),
+        max_tokens=_MAX_LEN - _PROMPT_TOKENS,
+        eos_token_ids=(),
+        stop_token_ids=(),
+        arrival_s=0.0,
+    )

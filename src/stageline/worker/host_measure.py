@@ -1,0 +1,201 @@
+"""A measuring process: `python -m stageline.worker.host_measure`, started by `stageline plan --calibrate`.
+
+One idea: layers are timed in a row that is longer than the caches, as a stage runs them; what stands alone, a single
+layer or a head, is timed after the caches were emptied.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from stageline.attention.backend import AttentionMetadata, LayerCache
+from stageline.attention.select import select_backend
+from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.open import open_checkpoint
+from stageline.links.child_process import read_message, write_message
+from stageline.links.frames import MessageDecoder, encode_message
+from stageline.links.sockets import Links
+from stageline.models.decoder import DecoderStage
+from stageline.pipeline.host_measurement import (
+    Echo,
+    Leave,
+    Measured,
+    MeasuringConfig,
+    Order,
+    Ready,
+    TimeMicrobatch,
+    Trouble,
+)
+from stageline.pipeline.microbatch import AddedRequest, Microbatch, MicrobatchLimits, MicrobatchResult
+from stageline.sampling import SamplerSpec
+from stageline.weights.reader import CheckpointReader
+from stageline.worker.device import resolve_device, resolve_dtype, set_threads, synchronise
+from stageline.worker.input_buffers import InputBuffers
+from stageline.worker.kv_tensors import allocate_kv_tensors
+from stageline.worker.leading_tokens import largest
+
+_LARGER_THAN_CACHES_BYTES = 2**26
+_LEAST_ROUNDS = 3
+_BLOCK_SIZE = 16
+_VOCAB_SIZE_OF_PROMPTS = 1000
+
+
+class HostMeasurer:
+    """Three stages of one model: its first layers, its first alone, its last with the head."""
+
+    def __init__(self, config: MeasuringConfig, checkpoint: Checkpoint) -> None:
+        self._device = resolve_device(config.device)
+        self._dtype, _ = resolve_dtype(config.dtype, checkpoint.spec.dtype, self._device)
+        self._spec = spec = checkpoint.spec
+        self.num_layers = min(config.num_layers, spec.num_layers)
+        num_blocks = -(-config.max_kv_tokens // _BLOCK_SIZE)
+        self._limits = MicrobatchLimits(
+            num_blocks, _BLOCK_SIZE, spec.vocab_size, config.max_tokens, config.max_tokens, config.max_kv_tokens
+        )
+        parts = (range(self.num_layers), range(1), range(spec.num_layers - 1, spec.num_layers))
+        keeps_quantized = config.quantization != "none"
+        with CheckpointReader(checkpoint, self._dtype, self._device, None, keeps_quantized) as reader:
+            backend = select_backend(self._device)
+            max_len = min(spec.max_position_embeddings, config.max_kv_tokens)
+            self._layers, self._one, self._last = (
+                DecoderStage(spec, layers, reader, backend, max_len) for layers in parts
+            )
+        for stage, layers in zip((self._layers, self._one, self._last), parts, strict=True):
+            stage.use(self._filled_caches(len(layers)), config.max_tokens)
+        self._evicting = torch.zeros(_LARGER_THAN_CACHES_BYTES // 4, dtype=torch.float32, device=self._device)
+
+    def _filled_caches(self, num_layers: int) -> list[LayerCache]:
+        """Written to, because memory that never was is one and the same page, and quick to read."""
+        limits = self._limits
+        caches = allocate_kv_tensors(
+            self._spec, num_layers, limits.num_blocks, limits.block_size, self._dtype, self._device
+        )
+        for cache in caches:
+            cache.keys.normal_()
+            cache.values.normal_()
+        return caches
+
+    @torch.inference_mode()
+    def measure(self, order: TimeMicrobatch) -> Measured:
+        """Run the order's microbatch for its time."""
+        spec, rows = self._spec, order.num_tokens
+        buffers = InputBuffers(self._limits, self._device)
+        introduction, repeated = _microbatches(order)
+        buffers.apply_and_build(introduction)
+        frame, decoder = encode_message(repeated), MessageDecoder(Microbatch)
+        metadata = buffers.apply_and_build(repeated)
+        token_ids = torch.tensor(repeated.token_ids, dtype=torch.int64, device=self._device)
+        states = torch.randn((rows, spec.hidden_size), device=self._device).to(self._dtype)
+        last_rows = torch.tensor(repeated.row_ends, device=self._device) - 1
+
+        def run_last() -> None:
+            hidden_states = self._last.forward(self._input(self._last, token_ids, states), metadata)
+            chosen = hidden_states.index_select(0, last_rows)
+            if self._last.likeliest(chosen) is None:
+                largest(self._last.logits(chosen))
+
+        def prepare() -> AttentionMetadata:
+            return buffers.apply_and_build(decoder.decode(frame))
+
+        works: list[Callable[[], object]] = [lambda: self._layers.forward(token_ids, metadata)]
+        if order.with_ends:
+            works += [lambda: self._one.forward(token_ids, metadata), run_last, prepare]
+        times_s: list[list[float]] = [[] for _ in works]
+        # The first round finds nothing as it will be.
+        deadline_s = time.monotonic() + order.duration_s
+        while len(times_s[0]) <= _LEAST_ROUNDS or time.monotonic() < deadline_s:
+            for index, work in enumerate(works):
+                if index in (1, 2):
+                    self._evicting.add_(1.0)
+                times_s[index].append(self._time(work))
+        typical = [_typical(times[1:]) for times in times_s]
+        return Measured(*(typical + [0.0] * 3)[:4])
+
+    def _input(self, stage: DecoderStage, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        return token_ids if stage.is_first else states
+
+    def _time(self, work: Callable[[], object]) -> float:
+        synchronise(self._device)
+        start_s = time.perf_counter()
+        work()
+        synchronise(self._device)
+        return time.perf_counter() - start_s
+
+
+def _typical(times_s: list[float]) -> float:
+    """The lower quartile: what disturbed a round was somebody else."""
+    return sorted(times_s)[len(times_s) // 4]
+
+
+def _microbatches(order: TimeMicrobatch) -> tuple[Microbatch, Microbatch]:
+    """One that introduces the requests, and one like it that can be prepared any number of times."""
+    num_tokens = order.cached_tokens + order.new_tokens
+    blocks = -(-num_tokens // _BLOCK_SIZE)
+    rows = range(order.num_rows)
+    added = [
+        AddedRequest(row, num_tokens, list(range(row * blocks, (row + 1) * blocks)), SamplerSpec(seed=0), [])
+        for row in rows
+    ]
+    repeated = Microbatch(
+        epoch=0,
+        number=1,
+        removed=[],
+        added=[],
+        extended=[],
+        request_numbers=list(rows),
+        num_computed_tokens=[order.cached_tokens] * order.num_rows,
+        num_scheduled_tokens=[order.new_tokens] * order.num_rows,
+        token_ids=[index * 97 % _VOCAB_SIZE_OF_PROMPTS for index in range(order.num_tokens)],
+        sampling_rows=list(rows),
+    )
+    return msgspec.structs.replace(repeated, number=0, added=added), repeated
+
+
+def _echo(config: MeasuringConfig, links: Links, num_messages: int) -> None:
+    """Be a stage that has nothing to compute."""
+    incoming, outgoing = links.receiver(config.listen_address), links.sender(config.answer_address)
+    write_message(int(sys.argv[1]), msgspec.msgpack.encode(Ready(0)))
+    decoder = MessageDecoder(Microbatch)
+    for _ in range(num_messages):
+        frames = incoming.recv_multipart(copy=False)
+        microbatch = decoder.decode(frames[0].buffer)
+        result = MicrobatchResult(microbatch.epoch, microbatch.number, [1] * microbatch.num_rows, [], [])
+        outgoing.send(encode_message(result))
+
+
+def main() -> None:
+    """Obey orders from standard input until it ends."""
+    answer_fd = int(sys.argv[1])
+    body = read_message(sys.stdin.fileno())
+    if body is None:
+        return
+    config = msgspec.msgpack.decode(body, type=MeasuringConfig)
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)
+    set_threads(config.num_threads)
+    links = Links()
+    try:
+        measurer = HostMeasurer(config, open_checkpoint(config.model))
+        write_message(answer_fd, msgspec.msgpack.encode(Ready(measurer.num_layers)))
+        while (body := read_message(sys.stdin.fileno())) is not None:
+            order = msgspec.msgpack.decode(body, type=Order)  # type: ignore[arg-type]
+            if isinstance(order, Leave):
+                break
+            if isinstance(order, Echo):
+                _echo(config, links, order.num_messages)
+            else:
+                write_message(answer_fd, msgspec.msgpack.encode(measurer.measure(order)))
+    except Exception as error:
+        write_message(answer_fd, msgspec.msgpack.encode(Trouble(f"{type(error).__name__}: {error}"[:2000])))
+    finally:
+        links.close()
+
+
+if __name__ == "__main__":
+    main()
