@@ -193,7 +193,7 @@ def test_gpt_oss_with_mxfp4_is_transformers_with_its_numbers(tmp_path: Path) -> 
     for directory in (plain, stored):
         type(family)(family.model_type, "", {**family.config, "hidden_size": 96}).write(directory)
     tensors = load_file(plain / "model.safetensors")
-    blocks = {name: tensor for name, tensor in tensors.items()}
+    blocks = dict(tensors)
     generator = torch.Generator().manual_seed(4)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, in_features, out_features = tensors[name].shape

@@ -105,8 +105,8 @@ def _compressed_tensors(quantization: Quantization, parts: Parts) -> torch.Tenso
         zeros = unpacked(zeros.T.contiguous(), quantization.bits).T[: wide.shape[0]] - 2 ** (quantization.bits - 1)
     if (groups := parts.get("groups")) is not None and int(groups.min()) >= 0:
         places = groups.long()
-        offsets = 0 if zeros is None else zeros[:, places]
-        return (wide - offsets).float() * parts["scales"].float()[:, places]
+        numbers = wide if zeros is None else wide - zeros[:, places]
+        return numbers.float() * parts["scales"].float()[:, places]
     others = {"scales": parts["scales"]} | ({} if zeros is None else {"zeros": zeros})
     return _scaled(quantization, {"numbers": wide, **others})
 
