@@ -25,7 +25,7 @@ IMPORTS: dict[str, set[str]] = {
     "engine": {"cluster", "executor", "links", "grammar", "scheduler", "cost", "kv", "pipeline"},
     "server": {"engine", "cluster", "executor", "grammar", "links"},
     "loadgen": set(),
-    "planner": {"engine", "executor", "scheduler", "kv", "cost", "pipeline", "loadgen"},
+    "planner": {"engine", "executor", "scheduler", "kv", "cost", "pipeline", "loadgen", "links"},
     "cli": {"planner", "engine", "server", "cluster", "links", "loadgen", "cost", "pipeline"},
     "kernels": {"pipeline"},
     "attention": {"kernels", "pipeline"},

@@ -61,7 +61,7 @@ class SimulatedPipeline:
         to_stages_s: from the engine's send to a stage that listens.
         to_engine_s: from the last stage's send to the engine.
         to_first_stage_s: from the last stage's send to the first, for tokens that go there directly.
-        prepare_s, prepare_row_s: a stage's own time for an announcement and for each of its rows, before it can compute.
+        prepare_s, prepare_row_s: a stage's own time for an announcement, and for each of its rows, before computing.
         send_s: a stage's own time after computing, before it does anything else.
         launch_s, launch_row_s: the engine's time for a microbatch, and for each of its rows.
         result_s, result_row_s: the engine's time for a result before it can launch again, and for each of its tokens.

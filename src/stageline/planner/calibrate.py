@@ -220,7 +220,7 @@ class _Processes:
                 quantization=config.quantization,
                 num_layers=num_layers,
                 num_threads=num_threads,
-                cores=own_cores,
+                cores=list(own_cores),
                 max_tokens=max(_DECODE_ROWS[-1], _LONG_CHUNK),
                 max_kv_tokens=max(_DECODE_ROWS[-1] * (_CONTEXT + 16), _CONTEXT_ROWS * (_LONG_CONTEXT + 16)),
                 listen_address=f"ipc://{self._folder}/echo{index}",
@@ -266,9 +266,9 @@ class _Processes:
         self._send(child, Echo(2 * _NUM_MESSAGES))
         self._read(child, Ready)
         outgoing = self._links.sender(f"ipc://{self._folder}/echo0")
-        decoder = MessageDecoder(MicrobatchResult)
+        decoder: MessageDecoder[MicrobatchResult] = MessageDecoder(MicrobatchResult)
         small_send_s, small_s = self._round_trips(outgoing.send_multipart, decoder, [])
-        large_send_s, large_s = self._round_trips(outgoing.send_multipart, decoder, [bytes(_LARGE_BYTES)])
+        _, large_s = self._round_trips(outgoing.send_multipart, decoder, [bytes(_LARGE_BYTES)])
         transfer_s = max(_LEAST_S, large_s - small_s)
         return MessageCosts(small_send_s, max(0.0, small_s / 2 - small_send_s), _LARGE_BYTES / transfer_s)
 

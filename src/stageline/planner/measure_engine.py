@@ -19,7 +19,8 @@ from stageline.pipeline.microbatch import MicrobatchLimits, MicrobatchResult
 from stageline.pipeline.partition import stages_of
 from stageline.request import EngineRequest
 from stageline.sampling import SamplerSpec
-from stageline.scheduler.scheduler import Scheduler, SchedulerLimits
+from stageline.scheduler.limits import SchedulerLimits
+from stageline.scheduler.scheduler import Scheduler
 
 _FEW_ROWS, _MANY_ROWS = 1, 32
 _NUM_STEPS = 400

@@ -21,7 +21,8 @@ from stageline.pipeline.microbatch import MicrobatchLimits
 from stageline.pipeline.partition import StageLayers
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.sampling import SamplerSpec
-from stageline.scheduler.scheduler import Scheduler, SchedulerLimits
+from stageline.scheduler.limits import SchedulerLimits
+from stageline.scheduler.scheduler import Scheduler
 from stageline.timeline.analysis import PipelineReport, analyse
 from stageline.timeline.span import Span
 
@@ -243,4 +244,4 @@ def check_servable(requests: Sequence[PlannedRequest], limits: SchedulerLimits, 
                 f"request {number} has {num_tokens} tokens, above the model's length of {limits.max_model_len}"
             )
         if num_tokens - 1 > num_kv_tokens:
-            raise ConfigError(f"request {number} needs a KV cache of {num_tokens - 1} tokens; there are {num_kv_tokens}")
+            raise ConfigError(f"request {number} needs room for {num_tokens - 1} tokens; there is for {num_kv_tokens}")

@@ -88,7 +88,8 @@ class HostMeasurer:
         buffers = InputBuffers(self._limits, self._device)
         introduction, repeated = _microbatches(order)
         buffers.apply_and_build(introduction)
-        frame, decoder = encode_message(repeated), MessageDecoder(Microbatch)
+        frame = encode_message(repeated)
+        decoder: MessageDecoder[Microbatch] = MessageDecoder(Microbatch)
         metadata = buffers.apply_and_build(repeated)
         token_ids = torch.tensor(repeated.token_ids, dtype=torch.int64, device=self._device)
         states = torch.randn((rows, spec.hidden_size), device=self._device).to(self._dtype)
@@ -161,7 +162,7 @@ def _echo(config: MeasuringConfig, links: Links, num_messages: int) -> None:
     """Be a stage that has nothing to compute."""
     incoming, outgoing = links.receiver(config.listen_address), links.sender(config.answer_address)
     write_message(int(sys.argv[1]), msgspec.msgpack.encode(Ready(0)))
-    decoder = MessageDecoder(Microbatch)
+    decoder: MessageDecoder[Microbatch] = MessageDecoder(Microbatch)
     for _ in range(num_messages):
         frames = incoming.recv_multipart(copy=False)
         microbatch = decoder.decode(frames[0].buffer)
@@ -184,7 +185,7 @@ def main() -> None:
         measurer = HostMeasurer(config, open_checkpoint(config.model))
         write_message(answer_fd, msgspec.msgpack.encode(Ready(measurer.num_layers)))
         while (body := read_message(sys.stdin.fileno())) is not None:
-            order = msgspec.msgpack.decode(body, type=Order)  # type: ignore[arg-type]
+            order = msgspec.msgpack.decode(body, type=Order)
             if isinstance(order, Leave):
                 break
             if isinstance(order, Echo):
