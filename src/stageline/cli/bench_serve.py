@@ -12,7 +12,6 @@ import math
 import random
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,10 @@ import msgspec
 from tqdm import tqdm
 
 from stageline.cli.opening import SubParsers, add_command, check_can_write, written
+from stageline.cli.workload_flags import add_arrival_flags, add_workload_flags, check_workload, planned_requests
 from stageline.config import environment
 from stageline.errors import ConfigError
-from stageline.loadgen import traces, workload
+from stageline.loadgen import workload
 from stageline.loadgen.plot import check_can_plot, write_plot
 from stageline.loadgen.prompts import PromptMaker, words
 from stageline.loadgen.report import Objective, Report, format_rates, format_report
@@ -44,21 +44,18 @@ _EXAMPLE = """examples:
 Requests come at --request-rate, whether or not earlier ones are answered (open loop); with --max-concurrency alone, as
 many as that are always under way (closed loop); a trace brings times of its own.
 """
-_TRACES: dict[str, Callable[[str, int | None], list[PlannedRequest]]] = {
-    "azure": traces.read_azure,
-    "mooncake": traces.read_mooncake,
-    "burstgpt": traces.read_burstgpt,
-}
-_DATASETS = ("random", "prefix", "sharegpt", *_TRACES)
-_DEFAULT_NUM_PROMPTS = 100
 
 
 def add_parser(modes: SubParsers) -> None:
     summary = "load a server that is running, and measure how it answers"
     parser = add_command(modes, "serve", summary, _USAGE, _EXAMPLE)
     _add_server_flags(parser.add_argument_group("server"))
-    _add_workload_flags(parser.add_argument_group("workload"))
-    _add_arrival_flags(parser.add_argument_group("arrivals"))
+    group = parser.add_argument_group("workload")
+    add_workload_flags(group)
+    _add_answer_flags(group)
+    group = parser.add_argument_group("arrivals")
+    add_arrival_flags(group)
+    group.add_argument("--rates", metavar="R,R,...", help="one run per rate, one after the other")
     _add_result_flags(parser.add_argument_group("results"))
     parser.set_defaults(run=run_serve)
 
@@ -82,44 +79,7 @@ def _add_server_flags(group: Any) -> None:
     )
 
 
-def _add_workload_flags(group: Any) -> None:
-    group.add_argument(
-        "--dataset-name",
-        choices=_DATASETS,
-        default="random",
-        help="random: prompts that share nothing; prefix: groups of prompts that begin alike; sharegpt: lengths as in "
-        "conversations, or those of --dataset-path; azure, mooncake, burstgpt: traces (default: %(default)s)",
-    )
-    group.add_argument("--dataset-path", metavar="FILE", help="the trace, or ShareGPT's JSON")
-    group.add_argument(
-        "--num-prompts",
-        type=int,
-        metavar="N",
-        help=f"requests to send (default: {_DEFAULT_NUM_PROMPTS}; all of a trace)",
-    )
-    group.add_argument(
-        "--input-len",
-        type=int,
-        default=128,
-        metavar="TOKENS",
-        help="of random prompts, and of prefix prompts after their prefix (default: %(default)s)",
-    )
-    group.add_argument(
-        "--output-len", type=int, default=64, metavar="TOKENS", help="of their answers (default: %(default)s)"
-    )
-    group.add_argument(
-        "--range-ratio",
-        type=float,
-        default=0.0,
-        metavar="RATIO",
-        help="lengths vary evenly by this share of their mean, up and down (default: %(default)s)",
-    )
-    group.add_argument(
-        "--num-prefixes", type=int, default=8, metavar="N", help="groups of prefix prompts (default: %(default)s)"
-    )
-    group.add_argument(
-        "--prefix-len", type=int, default=256, metavar="TOKENS", help="that a group shares (default: %(default)s)"
-    )
+def _add_answer_flags(group: Any) -> None:
     group.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s)")
     group.add_argument(
         "--ignore-eos",
@@ -127,32 +87,8 @@ def _add_workload_flags(group: Any) -> None:
         default=True,
         help="answers are as long as planned; an extension that OpenAI's own server refuses (default: on)",
     )
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of everything drawn (default: %(default)s)")
     group.add_argument(
         "--num-warmup", type=int, default=1, metavar="N", help="requests that are not measured (default: %(default)s)"
-    )
-
-
-def _add_arrival_flags(group: Any) -> None:
-    group.add_argument(
-        "--request-rate", type=float, metavar="R", help="requests per second; inf sends all at once (default)"
-    )
-    group.add_argument("--rates", metavar="R,R,...", help="one run per rate, one after the other")
-    group.add_argument(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="SHAPE",
-        help="shape of the gamma-distributed gaps: 1 is a Poisson process, below 1 comes in bursts, inf is a constant "
-        "rate (default: %(default)s)",
-    )
-    group.add_argument("--max-concurrency", type=int, metavar="N", help="most requests under way (default: any number)")
-    group.add_argument(
-        "--time-scale",
-        type=float,
-        default=1.0,
-        metavar="FACTOR",
-        help="a trace's times are multiplied by it: 0.5 comes twice as fast (default: %(default)s)",
     )
 
 
@@ -171,7 +107,7 @@ def _add_result_flags(group: Any) -> None:
 def run_serve(args: argparse.Namespace) -> int:
     """Returns: the exit status, 1 if no request was answered or a file could not be written."""
     rates, objective = _checked(args)
-    plan = _plan(args)
+    plan = planned_requests(args)
     with asyncio.Runner() as runner:
         reports, is_interrupted = runner.run(_measure(args, plan, rates, objective))
     for report in reports if len(reports) == 1 else ():
@@ -186,23 +122,11 @@ def run_serve(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> tuple[list[float | None], Objective | None]:
     """The rates to measure at, and what is good. Raises: ConfigError for whatever can be refused before the start."""
-    for name, lowest in (
-        ("num_prompts", 1), ("input_len", 1), ("output_len", 1), ("num_prefixes", 1), ("prefix_len", 1),
-        ("num_warmup", 0), ("max_concurrency", 1),
-    ):  # fmt: skip
-        value = getattr(args, name)
-        if value is not None and value < lowest:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least {lowest}")
-    for name in ("request_rate", "burstiness", "time_scale", "timeout_s"):
-        value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
-    if not 0 <= args.range_ratio < 1:
-        raise ConfigError(f"--range-ratio is {args.range_ratio}; it must be at least 0 and below 1")
-    if args.dataset_name in _TRACES and args.dataset_path is None:
-        raise ConfigError(f"--dataset-name {args.dataset_name} reads a file; give --dataset-path")
-    if args.dataset_path is not None and args.dataset_name not in (*_TRACES, "sharegpt"):
-        raise ConfigError(f"--dataset-name {args.dataset_name} reads no file; leave --dataset-path out")
+    check_workload(args)
+    if args.num_warmup < 0:
+        raise ConfigError(f"--num-warmup is {args.num_warmup}; it must be at least 0")
+    if args.timeout_s is not None and not args.timeout_s > 0:
+        raise ConfigError(f"--timeout-s is {args.timeout_s}; it must be above 0")
     check_can_write("--output", args.output)
     check_can_write("--plot", args.plot)
     if args.plot is not None:
@@ -222,23 +146,6 @@ def _rates(args: argparse.Namespace) -> list[float | None]:
     if not rates or not all(0 < rate < math.inf for rate in rates):
         raise ConfigError(f"--rates is {args.rates!r}; give requests per second, such as 1,2,4")
     return list(rates)
-
-
-def _plan(args: argparse.Namespace) -> list[PlannedRequest]:
-    generator = random.Random(args.seed)
-    num_prompts = args.num_prompts or _DEFAULT_NUM_PROMPTS
-    lengths = (workload.uniform(args.input_len, args.range_ratio), workload.uniform(args.output_len, args.range_ratio))
-    match args.dataset_name:
-        case "random":
-            return workload.draw_random(num_prompts, *lengths, generator)
-        case "prefix":
-            return workload.draw_sharing(num_prompts, args.num_prefixes, args.prefix_len, *lengths, generator)
-        case "sharegpt" if args.dataset_path is None:
-            return workload.draw_like_sharegpt(num_prompts, generator)
-        case "sharegpt":
-            return traces.read_sharegpt(args.dataset_path, num_prompts)
-        case trace:
-            return workload.scaled(_TRACES[trace](args.dataset_path, args.num_prompts), args.time_scale)
 
 
 async def _measure(

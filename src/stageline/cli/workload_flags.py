@@ -1,0 +1,121 @@
+"""Flags that say what is asked of a server, or of a simulated one: the requests and when they come."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from typing import Any
+
+from stageline.errors import ConfigError
+from stageline.loadgen import traces, workload
+from stageline.loadgen.workload import PlannedRequest
+
+_TRACES: dict[str, Callable[[str, int | None], list[PlannedRequest]]] = {
+    "azure": traces.read_azure,
+    "mooncake": traces.read_mooncake,
+    "burstgpt": traces.read_burstgpt,
+}
+_DATASETS = ("random", "prefix", "sharegpt", *_TRACES)
+_DEFAULT_NUM_PROMPTS = 100
+
+
+def add_workload_flags(group: Any) -> None:
+    """What the requests are."""
+    group.add_argument(
+        "--dataset-name",
+        choices=_DATASETS,
+        default="random",
+        help="random: prompts that share nothing; prefix: groups of prompts that begin alike; sharegpt: lengths as in "
+        "conversations, or those of --dataset-path; azure, mooncake, burstgpt: traces (default: %(default)s)",
+    )
+    group.add_argument("--dataset-path", metavar="FILE", help="the trace, or ShareGPT's JSON")
+    group.add_argument(
+        "--num-prompts",
+        type=int,
+        metavar="N",
+        help=f"requests to send (default: {_DEFAULT_NUM_PROMPTS}; all of a trace)",
+    )
+    group.add_argument(
+        "--input-len",
+        type=int,
+        default=128,
+        metavar="TOKENS",
+        help="of random prompts, and of prefix prompts after their prefix (default: %(default)s)",
+    )
+    group.add_argument(
+        "--output-len", type=int, default=64, metavar="TOKENS", help="of their answers (default: %(default)s)"
+    )
+    group.add_argument(
+        "--range-ratio",
+        type=float,
+        default=0.0,
+        metavar="RATIO",
+        help="lengths vary evenly by this share of their mean, up and down (default: %(default)s)",
+    )
+    group.add_argument(
+        "--num-prefixes", type=int, default=8, metavar="N", help="groups of prefix prompts (default: %(default)s)"
+    )
+    group.add_argument(
+        "--prefix-len", type=int, default=256, metavar="TOKENS", help="that a group shares (default: %(default)s)"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of everything drawn (default: %(default)s)")
+
+
+def add_arrival_flags(group: Any) -> None:
+    """When they come."""
+    group.add_argument(
+        "--request-rate", type=float, metavar="R", help="requests per second; inf sends all at once (default)"
+    )
+    group.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="SHAPE",
+        help="shape of the gamma-distributed gaps: 1 is a Poisson process, below 1 comes in bursts, inf is a constant "
+        "rate (default: %(default)s)",
+    )
+    group.add_argument("--max-concurrency", type=int, metavar="N", help="most requests under way (default: any number)")
+    group.add_argument(
+        "--time-scale",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="a trace's times are multiplied by it: 0.5 comes twice as fast (default: %(default)s)",
+    )
+
+
+def check_workload(args: argparse.Namespace) -> None:
+    """Raises: ConfigError for flags that make no workload."""
+    for name in ("num_prompts", "input_len", "output_len", "num_prefixes", "prefix_len", "max_concurrency"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+    for name in ("request_rate", "burstiness", "time_scale"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
+    if not 0 <= args.range_ratio < 1:
+        raise ConfigError(f"--range-ratio is {args.range_ratio}; it must be at least 0 and below 1")
+    if args.dataset_name in _TRACES and args.dataset_path is None:
+        raise ConfigError(f"--dataset-name {args.dataset_name} reads a file; give --dataset-path")
+    if args.dataset_path is not None and args.dataset_name not in (*_TRACES, "sharegpt"):
+        raise ConfigError(f"--dataset-name {args.dataset_name} reads no file; leave --dataset-path out")
+
+
+def planned_requests(args: argparse.Namespace) -> list[PlannedRequest]:
+    """What the flags ask for; a trace with the times it has. Raises: ConfigError if a file cannot be read."""
+    generator = random.Random(args.seed)
+    num_prompts = args.num_prompts or _DEFAULT_NUM_PROMPTS
+    lengths = (workload.uniform(args.input_len, args.range_ratio), workload.uniform(args.output_len, args.range_ratio))
+    match args.dataset_name:
+        case "random":
+            return workload.draw_random(num_prompts, *lengths, generator)
+        case "prefix":
+            return workload.draw_sharing(num_prompts, args.num_prefixes, args.prefix_len, *lengths, generator)
+        case "sharegpt" if args.dataset_path is None:
+            return workload.draw_like_sharegpt(num_prompts, generator)
+        case "sharegpt":
+            return traces.read_sharegpt(args.dataset_path, num_prompts)
+        case trace:
+            return workload.scaled(_TRACES[trace](args.dataset_path, args.num_prompts), args.time_scale)
