@@ -12,6 +12,7 @@ from typing import Any
 
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
+from stageline.config.plan_config import PlanConfig
 from stageline.config.serve_config import ServeConfig
 
 
@@ -51,6 +52,16 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 def add_cluster_flags(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
     """Add one flag per setting of `ClusterConfig`, or for some of them."""
     _add_flags(parser, ClusterConfig, names)
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per setting of `PlanConfig`, under the headings of their groups."""
+    _add_flags(parser, PlanConfig)
+
+
+def plan_config_from_args(args: argparse.Namespace) -> PlanConfig:
+    """The configuration that the flags of `add_plan_flags` ask for. Raises: ConfigError."""
+    return PlanConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(PlanConfig)}).check()
 
 
 def cluster_config_from_args(args: argparse.Namespace) -> ClusterConfig:

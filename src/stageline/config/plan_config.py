@@ -20,7 +20,7 @@ class PlanConfig:
     prompt_tokens: int = setting(1024, "tokens of a prompt", group="load", metavar="TOKENS")
     output_tokens: int = setting(256, "tokens of an answer", group="load", metavar="TOKENS")
     objective: str = setting(
-        "throughput", "what the best layout has most of: throughput, the shortest TPOT (see --min-tokens-per-s), or the "
+        "throughput", "what makes a layout the best: throughput, the shortest TPOT (see --min-tokens-per-s), or the "
         "lowest cost per token (devices need a price_per_hour)", choices=OBJECTIVES, group="choice",
     )
     min_tokens_per_s: float = setting(

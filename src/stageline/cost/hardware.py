@@ -22,6 +22,9 @@ _WIDER_FORMAT = {"fp4": "fp8", "int4": "bf16", "fp8": "bf16", "int8": "bf16", "b
 ASSUMED_MEMORY_EFFICIENCY, ASSUMED_COMPUTE_EFFICIENCY = 0.8, 0.6
 """Shares of the datasheet's peaks that kernels reach: reading weights in order, and products of large matrices."""
 
+ASSUMED_MICROBATCH_S = 200e-6
+"""Of every stage for every microbatch: messages, preparing inputs, launching."""
+
 _ANY_KIND = "accelerator"
 ASSUMED_RESERVED_BYTES = {_ANY_KIND: 4 * 2**30, "cpu": 2**30}
 """Memory that neither weights nor KV cache may take: runtime, communication buffers, activations, fragmentation."""
@@ -61,7 +64,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     compute_efficiency: float = ASSUMED_COMPUTE_EFFICIENCY
     reserved_bytes: float | None = None
     layer_overhead_s: float = 0.0
-    microbatch_overhead_s: float = 0.0
+    microbatch_overhead_s: float = ASSUMED_MICROBATCH_S
     matmul_rates: tuple[MatmulRate, ...] = ()
     attention_bytes_per_s: float | None = None
     sampling_s: float = 0.0

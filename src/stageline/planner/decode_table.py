@@ -46,6 +46,7 @@ _DEVICE = Device(
     memory_bytes_per_s=3.35e12,
     flops_per_s={"bf16": float("inf")},
     memory_efficiency=1.0,
+    microbatch_overhead_s=0.0,
     source=_ASSUMED,
 )
 _link = partial(Link, source=_ASSUMED, latency_source=_ASSUMED)

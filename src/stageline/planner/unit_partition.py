@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise, permutations
 
 import numpy as np
 import numpy.typing as npt
@@ -80,10 +80,11 @@ def best_unit_partition(kinds: Sequence[UnitKind], num_stages: int) -> UnitParti
             low = middle + 1
         else:
             high = middle
-    order = search.order_at(int(times[low]))
-    assert order is not None, "the search ends at a time that works"
-    counts = search.level_counts(order, int(times[low]))
-    return UnitPartition(order, counts, float(times[low]) * 1e-9)
+    slowest = int(times[low])
+    found = search.order_at(slowest)
+    assert found is not None, "the search ends at a time that works"
+    order, counts = search.tidied(found, slowest)
+    return UnitPartition(order, counts, float(slowest) * 1e-9)
 
 
 class _Kind:
@@ -153,7 +154,8 @@ class _Search:
         """
         most = self._num_layers - (self._num_stages - 1 - stages_before)
         ends = np.arange(self._num_layers + 1)
-        return [np.where(times <= time, np.where(ends <= most, ends, 0)[None, :], 0).max(axis=1) for times in self._middle]
+        allowed = np.where(ends <= most, ends, 0)[None, :]
+        return [np.where(times <= time, allowed, 0).max(axis=1) for times in self._middle]
 
     def _ends(self, time: int) -> list[npt.NDArray[np.bool_]]:
         """Per kind [layers + 1]: whether a last stage can begin at a layer."""
@@ -195,8 +197,25 @@ class _Search:
                 return None
         return tuple(order) if self._ends(time)[order[-1]][position] else None
 
-    def level_counts(self, order: Sequence[int], slowest: int) -> tuple[int, ...]:
-        """With the units in order and no stage slower: the most even cut; of equal ones that closest to the default."""
+    def tidied(self, order: tuple[int, ...], slowest: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The same units with those of one kind one behind the other, if no stage is slower then; and their cut.
+
+        Units of one kind are often in one node: hops between them are short, and its stages follow one another.
+        """
+        kinds = sorted(set(order))
+        grouped = islice(permutations(kinds), _MOST_ORDERS)
+        orders = [tuple(kind for kind in kinds for _ in range(order.count(kind))) for kinds in grouped]
+        cuts = [(cut, tidy) for tidy in orders if (cut := self._most_even_cut(tidy, slowest)) is not None]
+        if not cuts:
+            cut = self._most_even_cut(order, slowest)
+            assert cut is not None, "this order was found with this time"
+            return order, cut[1]
+        (_, counts), tidy = min(cuts)
+        return tidy, counts
+
+    def _most_even_cut(self, order: Sequence[int], slowest: int) -> tuple[float, tuple[int, ...]] | None:
+        """With the units in order and no stage slower: the most even cut, of equal ones that closest to the default,
+        and how uneven it is; None if there is none."""
         num_layers = self._num_layers
         default_ends = list(accumulate(default_layer_counts(num_layers, self._num_stages)))
         cost = np.full(num_layers + 1, np.inf)
@@ -209,12 +228,15 @@ class _Search:
             total = cost[:, None] + share + away[None, :]
             choices.append(total.argmin(axis=0))
             cost = total.min(axis=0)
+        if not np.isfinite(cost[num_layers]):
+            return None
         ends = [num_layers]
         for choice in reversed(choices):
             ends.append(int(choice[ends[-1]]))
         ends.reverse()
-        return tuple(end - first for first, end in pairwise(ends))
+        return float(cost[num_layers]), tuple(end - first for first, end in pairwise(ends))
 
 
 _NEVER = np.iinfo(np.int64).max // 4
 _TIE = 1e-9
+_MOST_ORDERS = 24

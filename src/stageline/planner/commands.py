@@ -1,0 +1,180 @@
+"""A chosen layout as what to type on every machine, and as a file.
+
+One idea: a replica is a pipeline of its own, with a head that serves the API; whoever has several puts a load balancer
+in front of their ports.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from stageline.config.cluster_config import DEFAULT_CLUSTER_PORT
+from stageline.config.plan_config import PlanConfig
+from stageline.planner.cluster import Cluster
+from stageline.planner.layouts import LayoutPlan
+from stageline.planner.units import Unit
+
+_FIRST_API_PORT = 8000
+_PORTS_PER_REPLICA = 100
+
+
+class NodeCommand(msgspec.Struct, frozen=True):
+    """What one machine runs for one replica.
+
+    Args:
+        address: the machine's.
+        layers: first and one past the last that it runs.
+    """
+
+    replica: int
+    address: str
+    layers: tuple[int, int]
+    command: str
+
+
+@dataclass(frozen=True)
+class _NodeShare:
+    """A node's stages of a replica: `first` and `end` are stage indices."""
+
+    node: int
+    units: tuple[Unit, ...]
+    first: int
+    end: int
+
+
+def serve_commands(plan: LayoutPlan, model: str, cluster: Cluster, config: PlanConfig) -> list[NodeCommand]:
+    """One line per node and replica; heads first within a replica."""
+    commands = []
+    for index, replica in enumerate(plan.replicas):
+        shares = _shares(replica)
+        head = cluster.nodes[shares[0].node].address
+        ends = [0]
+        for count in plan.placement.layer_counts:
+            ends.append(ends[-1] + count)
+        for rank, share in enumerate(shares):
+            words = [*_devices(share, cluster), "stageline", "serve", model, *_shape(plan)]
+            if len(shares) > 1:
+                words += _place(rank, share, len(shares), head, index)
+            words += _limits(plan, config)
+            if rank == 0:
+                words += ["--port", str(_FIRST_API_PORT + index)]
+            commands.append(
+                NodeCommand(
+                    replica=index,
+                    address=cluster.nodes[share.node].address,
+                    layers=(ends[share.first], ends[share.end]),
+                    command=" ".join(word if _is_assignment(word) else shlex.quote(word) for word in words),
+                )
+            )
+    return commands
+
+
+def _is_assignment(word: str) -> bool:
+    return word.startswith("CUDA_VISIBLE_DEVICES=")
+
+
+def _shares(replica: Sequence[Unit]) -> list[_NodeShare]:
+    """The nodes of a replica in the order of its stages. A stage over several nodes is a share of each."""
+    shares: list[_NodeShare] = []
+    for stage, unit in enumerate(replica):
+        for node in unit.nodes:
+            if shares and shares[-1].node == node and len(unit.nodes) == 1:
+                last = shares[-1]
+                shares[-1] = _NodeShare(node, (*last.units, unit), last.first, stage + 1)
+            else:
+                shares.append(_NodeShare(node, (unit,), stage, stage + 1))
+    return shares
+
+
+def _devices(share: _NodeShare, cluster: Cluster) -> list[str]:
+    """Which of a node's accelerators, where not all are used."""
+    node = cluster.nodes[share.node]
+    if node.device.kind == "cpu" or len(share.units[0].nodes) > 1:
+        return []
+    used = [unit.first_device + number for unit in share.units for number in range(unit.where.num_devices)]
+    if len(used) == node.num_devices:
+        return []
+    return [f"CUDA_VISIBLE_DEVICES={','.join(map(str, sorted(used)))}"]
+
+
+def _shape(plan: LayoutPlan) -> list[str]:
+    layout = plan.layout
+    words = ["-tp", str(layout.tensor_parallel_size), "-pp", str(layout.pipeline_parallel_size)]
+    if layout.pipeline_parallel_size > 1:
+        words += ["--pp-layer-partition", ",".join(map(str, plan.placement.layer_counts))]
+    return words
+
+
+def _place(rank: int, share: _NodeShare, num_nodes: int, head: str, replica: int) -> list[str]:
+    port = DEFAULT_CLUSTER_PORT + _PORTS_PER_REPLICA * replica
+    words = ["--nnodes", str(num_nodes), "--node-rank", str(rank), "--master-addr", head, "--master-port", str(port)]
+    if len(share.units[0].nodes) == 1:
+        words += ["--stages", str(share.end - share.first)]
+    return words + (["--headless"] if rank else [])
+
+
+def _limits(plan: LayoutPlan, config: PlanConfig) -> list[str]:
+    decode = plan.decode
+    words = ["--max-model-len", str(config.context_tokens), "--max-num-seqs", str(decode.num_requests)]
+    budget = min(max(plan.batched_tokens, plan.prompt.chunk_tokens, decode.rows), config.max_num_batched_tokens)
+    words += ["--max-num-batched-tokens", str(budget)]
+    if decode.num_microbatches > plan.layout.pipeline_parallel_size > 1:
+        words += ["--max-microbatches-in-flight", str(decode.num_microbatches)]
+    return words
+
+
+class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan as YAML.
+
+    Args:
+        layer_counts: of each stage.
+        tpot_ms: of decoding alone; `ttft_ms` of a prompt alone.
+        tokens_per_s: output of all replicas, prompts' share taken off.
+        kv_requests: of the planned length that fit at once, all replicas together.
+    """
+
+    model: str
+    cluster: str
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    layer_counts: tuple[int, ...]
+    microbatches_in_flight: int
+    prefill_chunk_tokens: int
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int
+    tpot_ms: float
+    ttft_ms: float
+    tokens_per_s: float
+    kv_requests: int
+    nodes: list[NodeCommand]
+
+
+def plan_file(plan: LayoutPlan, model: str, cluster: Cluster, config: PlanConfig) -> bytes:
+    """The plan as YAML, with the command of every node."""
+    layout = plan.layout
+    return msgspec.yaml.encode(
+        PlanFile(
+            model=model,
+            cluster=str(cluster),
+            tensor_parallel_size=layout.tensor_parallel_size,
+            pipeline_parallel_size=layout.pipeline_parallel_size,
+            data_parallel_size=layout.data_parallel_size,
+            layer_counts=plan.placement.layer_counts,
+            microbatches_in_flight=plan.decode.num_microbatches,
+            prefill_chunk_tokens=plan.prompt.chunk_tokens,
+            concurrency=config.concurrency,
+            prompt_tokens=config.prompt_tokens,
+            output_tokens=config.output_tokens,
+            tpot_ms=round(plan.tpot_s * 1e3, 3),
+            ttft_ms=round(plan.prompt.ttft_s * 1e3, 3),
+            tokens_per_s=round(plan.tokens_per_s, 1),
+            kv_requests=plan.can_run,
+            nodes=serve_commands(plan, model, cluster, config),
+        )
+    )
