@@ -106,7 +106,8 @@ def _compressed_tensors(quantization: Quantization, parts: Parts) -> torch.Tenso
     if (groups := parts.get("groups")) is not None and int(groups.min()) >= 0:
         places = groups.long()
         numbers = wide if zeros is None else wide - zeros[:, places]
-        return numbers.float() * parts["scales"].float()[:, places]
+        matrix: torch.Tensor = numbers.float() * parts["scales"].float()[:, places]
+        return matrix
     others = {"scales": parts["scales"]} | ({} if zeros is None else {"zeros": zeros})
     return _scaled(quantization, {"numbers": wide, **others})
 
