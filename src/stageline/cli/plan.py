@@ -40,7 +40,9 @@ def add_parser(commands: SubParsers) -> None:
     parser.add_argument("--list", action="store_true", help="print known models, devices and links, with their sources")
     parser.add_argument("--top", type=int, default=_DEFAULT_TOP, metavar="N", help="layouts to show (default: 10)")
     parser.add_argument("--yaml", metavar="FILE", help="write the best layout with every node's command")
-    parser.add_argument("--pareto", metavar="FILE", help="draw TPOT and throughput of all layouts (needs matplotlib)")
+    parser.add_argument(
+        "--pareto", metavar="FILE", help="draw TPOT and throughput of layouts, from one request on (needs matplotlib)"
+    )
     add_plan_flags(parser)
     parser.set_defaults(run=run)
 

@@ -95,6 +95,7 @@ def _write_files(
         text = plan_file(result.best, model.name, cluster, config)
         is_all_written &= written("--yaml", args.yaml, lambda: Path(args.yaml).write_bytes(text))
     if args.pareto is not None:
-        title = f"{model.name}, {config.concurrency} requests"
-        is_all_written &= written("--pareto", args.pareto, lambda: write_pareto(args.pareto, result, title))
+        load = f"{config.prompt_tokens:,} + {config.output_tokens:,} tokens"
+        title = f"{model.name} on {cluster}\n{load}; at the points: layout, requests"
+        is_all_written &= written("--pareto", args.pareto, lambda: write_pareto(args.pareto, result, config, title))
     return is_all_written

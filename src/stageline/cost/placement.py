@@ -139,9 +139,11 @@ def decode_pace(placement: Placement, num_requests: int, context_tokens: int, nu
 
 
 def best_decode_pace(placement: Placement, num_requests: int, context_tokens: int, widest: int) -> DecodePace:
-    """The window of at most `widest` with the shortest cycle; of equal ones the narrowest."""
-    candidates = range(1, min(widest, num_requests) + 1)
-    paces = [decode_pace(placement, num_requests, context_tokens, count) for count in candidates]
+    """The window of at most `widest`, at least one per stage, with the shortest cycle; of equal ones the narrowest."""
+    counts = range(min(placement.num_stages, num_requests), min(widest, num_requests) + 1)
+    # Of windows with equally many requests in the largest microbatch the narrowest is the best.
+    narrowest = {-(-num_requests // count): count for count in reversed(counts)}
+    paces = [decode_pace(placement, num_requests, context_tokens, count) for count in narrowest.values()]
     return min(paces, key=lambda pace: (round(pace.tpot_s, 12), pace.num_microbatches))
 
 

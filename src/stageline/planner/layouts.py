@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -90,6 +90,15 @@ class LayoutPlan:
     def tpot_s(self) -> float:
         """Of decoding alone."""
         return self.decode.tpot_s
+
+    def at_concurrency(self, num_requests: int, config: PlanConfig) -> LayoutPlan | None:
+        """The same with another number of requests; None if its memory does not hold them."""
+        running = -(-num_requests // self.layout.data_parallel_size)
+        if running > self.capacity.num_requests:
+            return None
+        widest = WIDEST_PER_STAGE * self.layout.pipeline_parallel_size
+        decode = best_decode_pace(self.placement, running, config.mean_context_tokens, widest)
+        return replace(self, decode=decode, num_waiting=0)
 
     @property
     def prompt_share_s(self) -> float:

@@ -42,15 +42,6 @@ class SearchResult:
     def best(self) -> LayoutPlan:
         return self.ranked[0].plan
 
-    def pareto(self) -> list[LayoutPlan]:
-        """Layouts that no other beats in both TPOT and throughput, by TPOT."""
-        plans = sorted((ranked.plan for ranked in self.ranked), key=lambda plan: (plan.tpot_s, -plan.tokens_per_s))
-        front: list[LayoutPlan] = []
-        for plan in plans:
-            if not front or plan.tokens_per_s > front[-1].tokens_per_s:
-                front.append(plan)
-        return front
-
 
 def search(model: ModelCosts, cluster: Cluster, config: PlanConfig) -> SearchResult:
     """Judge every layout that the flags leave open.

@@ -62,8 +62,10 @@ def _divides_heads(model: ModelCosts, size: int) -> bool:
 def units_of(cluster: Cluster, size: int) -> tuple[Unit, ...] | str:
     """All units of so many devices, or why there are none."""
     if size <= max(node.num_devices for node in cluster.nodes):
+        # One object for all that are alike: what runs on it is priced once.
+        where = {_kind(node): StageDevices(node.device, size, node.link) for node in cluster.nodes}
         return tuple(
-            Unit((node.index,), number * size, StageDevices(node.device, size, node.link), _kind(node))
+            Unit((node.index,), number * size, where[_kind(node)], _kind(node))
             for node in cluster.nodes
             for number in range(node.num_devices // size)
         )
@@ -78,9 +80,9 @@ def units_of(cluster: Cluster, size: int) -> tuple[Unit, ...] | str:
         )
     width = size // per_node
     first = cluster.nodes[0]
-    where = StageDevices(first.device, size, cluster.network)
+    whole_nodes = StageDevices(first.device, size, cluster.network)
     starts = range(0, num_nodes - width + 1, width)
-    return tuple(Unit(tuple(range(start, start + width)), 0, where, _kind(first)) for start in starts)
+    return tuple(Unit(tuple(range(start, start + width)), 0, whole_nodes, _kind(first)) for start in starts)
 
 
 def _kind(node: Node) -> tuple[str, str]:
