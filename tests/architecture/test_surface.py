@@ -23,8 +23,8 @@ ENGINE_FLAGS = _words("""
     --bind-cores --block-size --chat-template --device --distributed-executor-backend --dtype --enable-prefix-caching
     --heartbeat-timeout-s --kv-cache-memory --load-timeout-s --long-prefill-token-threshold --max-decode-slowdown
     --max-microbatches-in-flight --max-model-len --max-num-batched-tokens --max-num-seqs --max-queue --no-bind-cores
-    --no-enable-prefix-caching --pipeline-parallel-size --pp-layer-partition --prefill-chunk --progress-timeout-s
-    --quantization --seed --threads-per-stage --tokenizer -pp
+    --no-enable-prefix-caching --no-rebalance --pipeline-parallel-size --pp-layer-partition --prefill-chunk
+    --progress-timeout-s --quantization --rebalance --rebalance-gain --rebalance-patience-s --seed --threads-per-stage --tokenizer -pp
 """)
 
 SAMPLING_FLAGS = _words("""
@@ -83,6 +83,8 @@ WITHOUT_ENGINE_FLAGS = {
         --output-len --plot --prefix-len --range-ratio --rates --request-rate --seed --temperature --time-scale
         --timeout-s
     """),
+    "key new": ["--out"],
+    "probe": ["--cluster-key-file", "--insecure", "--interface", "--json", "--listen", "--port"],
     "timeline": ["--api-key", "--ca-file", "--chrome", "--png", "--save", "--seconds", "--url", "--width"],
 }
 

@@ -14,6 +14,7 @@ import psutil
 
 from stageline.config import environment
 from stageline.errors import ConfigError
+from stageline.links.tcp_address import TcpAddress
 
 _NEVER_BY_DEFAULT = ("lo", "docker")
 MOST_PAIRS = 16
@@ -21,7 +22,7 @@ MOST_PAIRS = 16
 
 @dataclass(frozen=True)
 class OwnAddress:
-    """One address of this machine. `network` is the subnet that its neighbours are in, such as 10.0.0.0/24."""
+    """One address of this machine. `network` is the subnet that its neighbours are in, such as 10.1.2.0/24."""
 
     interface: str
     host: str
@@ -30,10 +31,10 @@ class OwnAddress:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two machines' addresses, in figures, of the same kind."""
+    """Two machines' addresses of the same kind: this one's, in figures, and one that the other listens on."""
 
     source: str
-    destination: str
+    destination: TcpAddress
 
 
 @dataclass(frozen=True)
@@ -91,17 +92,17 @@ def own_addresses(interface_flag: str | None) -> list[OwnAddress]:
     return found
 
 
-def candidate_pairs(own: Sequence[OwnAddress], peers: Sequence[str]) -> list[Pair]:
+def candidate_pairs(own: Sequence[OwnAddress], peers: Sequence[TcpAddress]) -> list[Pair]:
     """Every pair of addresses of the same kind, those within one subnet first; at most `MOST_PAIRS`.
 
     Args:
-        peers: the other machine's addresses, in figures.
+        peers: where the other machine listens.
     """
     pairs = [
-        (_is_within(peer, address.network), Pair(address.host, peer))
+        (_is_within(peer.host, address.network), Pair(address.host, peer))
         for peer in peers
         for address in own
-        if (":" in peer) == (":" in address.host)
+        if peer.is_ipv6() == (":" in address.host)
     ]
     pairs.sort(key=lambda entry: not entry[0])
     return [pair for _, pair in pairs[:MOST_PAIRS]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -80,18 +80,17 @@ class NoWay:
 
 
 def choose_address(
-    pairs: Sequence[Pair], port: int | Callable[[str], int], security: LinkSecurity | None,
-    step_bytes: int = TYPICAL_STEP_BYTES,
-) -> tuple[Way, list[Way | NoWay]]:  # fmt: skip
+    pairs: Sequence[Pair], security: LinkSecurity | None, step_bytes: int = TYPICAL_STEP_BYTES
+) -> tuple[Way, list[Way | NoWay]]:
     """Measure every pair of addresses and take the one on which a step is quickest.
 
     Args:
-        port: where the other machine's `ProbeListener` listens, or what tells it for an address.
+        pairs: of `candidate_pairs`, with addresses of the other machine's `ProbeListener`.
+        step_bytes: what a step sends.
     Returns: the best way, and what was found on each.
     Raises: ConfigError if the other machine can be reached on none of them, with the reason for each.
     """
-    port_of = port if callable(port) else lambda _: port
-    found = measure([(pair.source, TcpAddress(pair.destination, port_of(pair.destination))) for pair in pairs], security)
+    found = measure([(pair.source, pair.destination) for pair in pairs], security)
     ways = [one for one in found if isinstance(one, Way)]
     if not ways:
         reasons = "; ".join(map(str, found)) or "there is no pair of addresses of the same kind"

@@ -18,10 +18,7 @@ class Variable:
 
 def pp_layer_partition(environ: Mapping[str, str] = os.environ) -> Variable | None:
     """STAGELINE_PP_LAYER_PARTITION, or VLLM_PP_LAYER_PARTITION, which users may have set already."""
-    for name in ("STAGELINE_PP_LAYER_PARTITION", "VLLM_PP_LAYER_PARTITION"):
-        if value := environ.get(name):
-            return Variable(name, value)
-    return None
+    return _variable("STAGELINE_PP_LAYER_PARTITION", environ) or _variable("VLLM_PP_LAYER_PARTITION", environ)
 
 
 def log_level(environ: Mapping[str, str] = os.environ) -> str:
@@ -36,14 +33,27 @@ def kernels(environ: Mapping[str, str] = os.environ) -> str:
 
 def inject_slowdown(environ: Mapping[str, str] = os.environ) -> Variable | None:
     """STAGELINE_INJECT_SLOWDOWN: stages and links to make slower, such as s1:1.5,link0:2ms; for tests, benchmarks."""
-    name = "STAGELINE_INJECT_SLOWDOWN"
-    value = environ.get(name)
-    return Variable(name, value) if value else None
+    return _variable("STAGELINE_INJECT_SLOWDOWN", environ)
 
 
 def api_keys(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """STAGELINE_API_KEY: a key that clients of the server must send, or several with commas between them."""
     return tuple(key.strip() for key in environ.get("STAGELINE_API_KEY", "").split(",") if key.strip())
+
+
+def cluster_key(environ: Mapping[str, str] = os.environ) -> Variable | None:
+    """STAGELINE_CLUSTER_KEY: the cluster key itself, as `stageline key new` prints it."""
+    return _variable("STAGELINE_CLUSTER_KEY", environ)
+
+
+def cluster_key_file(environ: Mapping[str, str] = os.environ) -> Variable | None:
+    """STAGELINE_CLUSTER_KEY_FILE: the file that holds the cluster key."""
+    return _variable("STAGELINE_CLUSTER_KEY_FILE", environ)
+
+
+def interface(environ: Mapping[str, str] = os.environ) -> Variable | None:
+    """STAGELINE_INTERFACE, or NCCL_SOCKET_IFNAME, which users may have set already: interfaces for links."""
+    return _variable("STAGELINE_INTERFACE", environ) or _variable("NCCL_SOCKET_IFNAME", environ)
 
 
 def client_api_key(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -61,3 +71,8 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     home = environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     return base / "stageline"
+
+
+def _variable(name: str, environ: Mapping[str, str]) -> Variable | None:
+    value = environ.get(name)
+    return Variable(name, value) if value else None

@@ -42,8 +42,8 @@ _EVENTS = (
     | _FAILED_HANDSHAKES
 )
 _WRONG_KEY = "its cluster key is not this one's, or it is no node of Stageline"
-_NOBODY = "nothing listens there, or a firewall is in between"
-_BROKEN = "the connection broke"
+NOBODY = "nothing listens there, or a firewall is in between"
+BROKEN = "the connection broke"
 
 OnBroken = Callable[[str], None]
 """Hears, from the guard's thread, of a link that was up and is not: its address."""
@@ -138,7 +138,7 @@ class Guard:
         elif event == zmq.EVENT_DISCONNECTED:
             self._disconnected(of, of.peers.pop(value, None))
         elif event == zmq.EVENT_CONNECT_RETRIED:
-            self._troubles.setdefault(of.address, _NOBODY)
+            self._troubles.setdefault(of.address, NOBODY)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             of.is_up = True
             self._troubles.pop(of.address, None)
@@ -148,7 +148,7 @@ class Guard:
         failure, of.failure = of.failure, None
         was_up, of.is_up = of.is_up, False
         if peer is None:
-            self._troubles[of.address] = failure or (_BROKEN if was_up else _WRONG_KEY)
+            self._troubles[of.address] = failure or (BROKEN if was_up else _WRONG_KEY)
             if was_up and self._on_broken is not None:
                 self._on_broken(of.address)
         if failure is not None:

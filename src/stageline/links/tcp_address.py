@@ -51,6 +51,18 @@ class TcpAddress:
         return f"{_SCHEME}{self}"
 
 
+def tcp_url(address: TcpAddress, source: str | None = None) -> str:
+    """Where to connect to, for ZeroMQ. Args: source: this machine's address to leave from, in figures."""
+    if source is None:
+        return address.url
+    return f"{_SCHEME}{TcpAddress(source, 0)};{address}"
+
+
+def destination_of(url: str) -> TcpAddress:
+    """Of what `tcp_url` wrote. Raises: ConfigError."""
+    return TcpAddress.parse(url.rpartition(";")[2])
+
+
 def is_tcp(url: str) -> bool:
     return url.startswith(_SCHEME)
 
