@@ -17,6 +17,9 @@ from stageline.errors import InternalError
 from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
 from stageline.pipeline.partition_by_cost import ItemBytes, ItemCosts, StageRoom
 
+EXPERTS = ".experts."
+"""In the names of tensors that belong to one of several experts."""
+
 # A CPU core's, roughly; only their ratio to one another decides anything.
 _FLOPS_PER_S = 150e9
 _BYTES_PER_S = 15e9
@@ -128,16 +131,26 @@ def analytic_costs(
 ) -> ItemCosts:
     """An estimate from shapes: matrix products or reading the weights, whichever is slower, and reading the KV cache.
 
+    Of a mixture of experts, a token is multiplied by the experts it chose only, and weights are read of those that some
+    token chose, as if all were chosen alike.
+
     Args:
         sizes: weights alone, without KV cache.
         kv_bytes_per_token: of one layer.
     """
     attention_s = planned.num_rows * planned.context_tokens * kv_bytes_per_token / _BYTES_PER_S
+    moe = checkpoint.spec.moe
+    chosen = 1.0 if moe is None else moe.num_experts_per_token / moe.num_experts
 
     def weights_s(layers: range, is_last: bool, num_bytes: int) -> float:
         names = stage_tensor_names(checkpoint, layers, is_first=False, is_last=is_last)
         num_weights = sum(checkpoint.tensors[name].num_elements for name in names)
-        return max(2.0 * planned.num_rows * num_weights / _FLOPS_PER_S, num_bytes / _BYTES_PER_S)
+        num_of_experts = sum(checkpoint.tensors[name].num_elements for name in names if EXPERTS in name)
+        num_others = num_weights - num_of_experts
+        num_multiplied = num_others + num_of_experts * chosen
+        num_read = num_others + num_of_experts * (1 - (1 - chosen) ** planned.num_rows)
+        read_s = num_bytes * num_read / max(1, num_weights) / _BYTES_PER_S
+        return max(2.0 * planned.num_rows * num_multiplied / _FLOPS_PER_S, read_s)
 
     return ItemCosts(
         embedding_s=planned.num_rows * checkpoint.spec.hidden_size * 4 / _BYTES_PER_S,
