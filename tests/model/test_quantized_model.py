@@ -13,6 +13,7 @@ import torch
 
 from stageline import LLM, SamplingParams
 from stageline.checkpoint import open_checkpoint, stage_weight_bytes
+from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES
 from stageline.config.engine_config import EngineConfig
 from stageline.engine.startup import check_quantization
 from stageline.errors import ConfigError
@@ -34,11 +35,11 @@ SHAPES = {
     "ffn_up": (SIZE, HIDDEN),
     "ffn_down": (HIDDEN, SIZE),
 }
-# Every kept type, side by side with others, and with one that has to become floating-point (Q5_0).
+# Every kept type, side by side with others, and with one that has to become floating-point (Q5_1).
 TYPES = [
     dict(zip(SHAPES, ("Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K", "Q6_K"), strict=True)),
     dict(zip(SHAPES, ("Q4_0", "Q8_0", "Q4_1", "Q8_0", "Q4_0", "Q4_1", "Q4_1"), strict=True)),
-    dict(zip(SHAPES, ("Q5_0", "Q8_0", "Q5_0", "Q5_0", "Q5_0", "Q4_0", "Q8_0"), strict=True)),
+    dict(zip(SHAPES, ("Q5_1", "Q8_0", "Q5_1", "Q5_0", "Q5_1", "Q4_0", "Q8_0"), strict=True)),
 ]
 
 
@@ -119,10 +120,10 @@ def test_kept_types_stay_quantised_and_memory_is_what_the_report_says(mixed_mode
         for name, entry in checkpoint.tensors.items():
             weight = reader.read_matrix(name, entry.shape) if len(entry.shape) == 2 else reader.read(name, entry.shape)  # type: ignore[arg-type]
             is_kept = isinstance(weight, QuantizedMatrix)
-            assert is_kept == (entry.encoding in {"Q4_0", "Q4_1", "Q4_K", "Q6_K", "Q8_0"}), name
+            assert is_kept == (entry.encoding in set(PACKED_BLOCK_BYTES)), name
             kept.add(entry.encoding) if is_kept else None
             num_bytes += weight.num_bytes if isinstance(weight, QuantizedMatrix) else 2 * weight.numel()
-    assert len(kept) == 5
+    assert kept == set(PACKED_BLOCK_BYTES)
     assert num_bytes == stage_weight_bytes(checkpoint, range(NUM_LAYERS), True, True, 2, keeps_quantized=True)
 
 

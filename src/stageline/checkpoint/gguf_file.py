@@ -9,13 +9,11 @@ from pathlib import Path
 from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
 from stageline.checkpoint.encodings import DTYPE_OF_ENCODING
 from stageline.checkpoint.fields import Fields
+from stageline.checkpoint.gguf_architectures import ARCHITECTURES, GgufArchitecture
 from stageline.checkpoint.gguf_container import GgufFile, GgufTensor, read_gguf
 from stageline.checkpoint.hf_config import check_spec
 from stageline.checkpoint.model_spec import ModelSpec, RopeSpec
 from stageline.errors import CheckpointError
-
-# general.architecture -> whether q and k rows are stored interleaved for RoPE.
-ARCHITECTURES = {"llama": True, "qwen2": False}
 
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -49,23 +47,23 @@ def open_gguf_file(path: Path) -> Checkpoint:
         )
     if fields.integer("split.count", default=1, lowest=0) > 1:
         raise CheckpointError(f"{path} is one part of several; join them with `llama-gguf-split --merge` first")
-    spec = _spec(gguf, fields, architecture)
+    kind = ARCHITECTURES[architecture]
+    spec = kind.refine(fields, _spec(gguf, fields, architecture, kind.family))
     check_spec(spec, str(path))
-    tensors = [_entry(gguf, tensor, spec, architecture) for tensor in gguf.tensors if tensor.name != _ROPE_FREQUENCIES]
+    tensors = [_entry(gguf, tensor, spec, kind) for tensor in gguf.tensors if tensor.name != _ROPE_FREQUENCIES]
     return Checkpoint(path=str(path), spec=spec, tensors={entry.name: entry for entry in tensors})
 
 
-def hugging_face_name(stored_name: str) -> str | None:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for a name no supported model has."""
+def hugging_face_name(stored_name: str, kind: GgufArchitecture) -> str | None:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for a name the architecture lacks."""
     if stored_name in _TOP_LEVEL:
         return _TOP_LEVEL[stored_name]
     match = _BLOCK_NAME.fullmatch(stored_name)
-    if match is None or match[2] not in _BLOCK_PARTS:
-        return None
-    return f"model.layers.{int(match[1])}.{_BLOCK_PARTS[match[2]]}.{match[3]}"
+    part = None if match is None else kind.block_parts.get(match[2], _BLOCK_PARTS.get(match[2]))
+    return None if match is None or part is None else f"model.layers.{int(match[1])}.{part}.{match[3]}"
 
 
-def _spec(gguf: GgufFile, fields: Fields, architecture: str) -> ModelSpec:
+def _spec(gguf: GgufFile, fields: Fields, architecture: str, family: str) -> ModelSpec:
     shapes = {tensor.name: tensor.shape for tensor in gguf.tensors}
     embedding = shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
@@ -76,7 +74,7 @@ def _spec(gguf: GgufFile, fields: Fields, architecture: str) -> ModelSpec:
     num_heads = fields.integer(f"{architecture}.attention.head_count")
     head_dim = fields.integer(f"{architecture}.attention.key_length", default=max(1, hidden_size // num_heads))
     return ModelSpec(
-        family="llama",
+        family=family,
         num_layers=fields.integer(f"{architecture}.block_count"),
         hidden_size=hidden_size,
         num_heads=num_heads,
@@ -151,15 +149,15 @@ def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for key in keys for i in fields.token_ids(f"tokenizer.ggml.{key}")))
 
 
-def _entry(gguf: GgufFile, tensor: GgufTensor, spec: ModelSpec, architecture: str) -> TensorEntry:
-    name = hugging_face_name(tensor.name)
+def _entry(gguf: GgufFile, tensor: GgufTensor, spec: ModelSpec, kind: GgufArchitecture) -> TensorEntry:
+    name = hugging_face_name(tensor.name, kind)
     if name is None:
         raise CheckpointError(
-            f"{gguf.path}: tensor {tensor.name} belongs to no {architecture} model that is supported; running without "
+            f"{gguf.path}: tensor {tensor.name} belongs to no {spec.family} model that is supported; running without "
             "it would give wrong answers"
         )
     permuted_heads = 0
-    if ARCHITECTURES[architecture]:
+    if kind.has_rope_pairs:
         heads_of = {".self_attn.q_proj.": spec.num_heads, ".self_attn.k_proj.": spec.num_kv_heads}
         permuted_heads = next((heads for part, heads in heads_of.items() if part in name), 0)
     return TensorEntry(

@@ -91,15 +91,17 @@ def load_gguf_tokenizer(path: Path) -> GgufTokenizer:
     metadata = read_gguf(path, with_vocabulary=True).metadata
     fields = Fields(metadata, str(path))
     vocabulary = _vocabulary(fields)
-    model = fields.string("tokenizer.ggml.model")
+    model, has_prefix_space = fields.string("tokenizer.ggml.model"), True
     try:
         if model == "gpt2":
             backend, adds_bos = _byte_level(fields, vocabulary)
         elif model == "llama":
-            backend, adds_bos = _sentencepiece(fields, vocabulary), True
+            has_prefix_space = fields.boolean("tokenizer.ggml.add_space_prefix", True)
+            vocabulary = vocabulary if has_prefix_space else _with_escaped_spaces(vocabulary)
+            backend, adds_bos = _sentencepiece(fields, vocabulary, has_prefix_space), True
         else:
             raise CheckpointError(f"{path}: tokenizer model {model!r} is not supported; supported are gpt2, llama")
-        _add_special_tokens(backend, vocabulary)
+        _add_special_tokens(backend, vocabulary, is_normalized=model == "llama" and not has_prefix_space)
     except CheckpointError:
         raise
     except Exception as error:  # the library raises bare Exception for merges that name no token
@@ -151,7 +153,14 @@ def _merge(fields: Fields, text: str) -> tuple[str, str]:
     return left, right
 
 
-def _sentencepiece(fields: Fields, vocabulary: _Vocabulary) -> Tokenizer:
+def _with_escaped_spaces(vocabulary: _Vocabulary) -> _Vocabulary:
+    """User-defined tokens as SentencePiece finds them, which is in text whose spaces are escaped already."""
+    typed = zip(vocabulary.tokens, vocabulary.types, strict=True)
+    tokens = [token.replace(" ", _SPACE) if kind == _USER_DEFINED else token for token, kind in typed]
+    return _Vocabulary(tokens, vocabulary.types, {token: token_id for token_id, token in enumerate(tokens)})
+
+
+def _sentencepiece(fields: Fields, vocabulary: _Vocabulary, has_prefix_space: bool) -> Tokenizer:
     scores: list[float] = _array(fields, "tokenizer.ggml.scores", float)
     if len(scores) != len(vocabulary.tokens):
         raise CheckpointError(f"{fields.source}: {len(vocabulary.tokens)} tokens but {len(scores)} scores")
@@ -164,7 +173,6 @@ def _sentencepiece(fields: Fields, vocabulary: _Vocabulary) -> Tokenizer:
         byte_fallback=True,
     )
     backend = Tokenizer(model)
-    has_prefix_space = fields.boolean("tokenizer.ggml.add_space_prefix", True)
     prepend: list[normalizers.Normalizer] = [normalizers.Prepend(_SPACE)] if has_prefix_space else []
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", _SPACE)])
     strip: list[decoders.Decoder] = [decoders.Strip(" ", 1, 0)] if has_prefix_space else []
@@ -177,27 +185,30 @@ def _sentencepiece(fields: Fields, vocabulary: _Vocabulary) -> Tokenizer:
 def _merges_of_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece merges the pair whose result scores highest, BPE the pair that is listed first: so every way to cut
     a token into two tokens is listed, by that token's score."""
-    ids = vocabulary.ids
+    ids, tokens, types = vocabulary.ids, vocabulary.tokens, vocabulary.types
     merges = []
-    for token, kind, score in zip(vocabulary.tokens, vocabulary.types, scores, strict=True):
-        if kind in (_UNKNOWN, _CONTROL):
+    for token_id in sorted(range(len(tokens)), key=lambda token_id: -scores[token_id]):
+        if types[token_id] in (_UNKNOWN, _CONTROL):
             continue
+        token = tokens[token_id]
         for cut in range(1, len(token)):
-            left, right = ids.get(token[:cut]), ids.get(token[cut:])
-            if left is not None and right is not None:
-                merges.append((-score, cut, left, right))
-    merges.sort()
-    tokens = vocabulary.tokens
-    return [(tokens[left], tokens[right]) for _, _, left, right in merges]
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                merges.append((left, right))
+    return merges
 
 
-def _add_special_tokens(backend: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Tokens that are found whole in text: control tokens are special, user-defined ones are not."""
+def _add_special_tokens(backend: Tokenizer, vocabulary: _Vocabulary, is_normalized: bool) -> None:
+    """Tokens that are found whole in text: control tokens are special, user-defined ones are not.
+
+    Args:
+        is_normalized: whether user-defined ones are looked for behind the normaliser.
+    """
     typed = list(zip(vocabulary.tokens, vocabulary.types, strict=True))
     special = [token for token, kind in typed if kind in (_CONTROL, _UNKNOWN)]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     user_defined = [token for token, kind in typed if kind == _USER_DEFINED]
-    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in user_defined])
+    backend.add_tokens([AddedToken(token, normalized=is_normalized, special=False) for token in user_defined])
 
 
 def _special_tokens(fields: Fields, vocabulary: _Vocabulary) -> dict[str, str]:

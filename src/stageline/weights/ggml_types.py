@@ -43,10 +43,14 @@ def q4_1(blocks: torch.Tensor) -> torch.Tensor:
     return half_at(blocks, 0) * nibbles(blocks[:, 4:]).flatten(1).float() + half_at(blocks, 2)
 
 
+def q5_0_numbers(blocks: torch.Tensor) -> torch.Tensor:
+    """uint8 [blocks, 32]: Q5_0's numbers, 0 to 31."""
+    return nibbles(blocks[:, 6:]).flatten(1) | _fifth_bits(blocks, 2)
+
+
 def q5_0(blocks: torch.Tensor) -> torch.Tensor:
     """half d; bits qh[32]; nibbles qs[32], offset 16."""
-    quants = nibbles(blocks[:, 6:]).flatten(1) | _fifth_bits(blocks, 2)
-    return half_at(blocks, 0) * (quants.float() - 16)
+    return half_at(blocks, 0) * (q5_0_numbers(blocks).float() - 16)
 
 
 def q5_1(blocks: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from stageline.checkpoint.encodings import ENCODINGS
 from stageline.kernels.huge_pages import HugePages
 from stageline.kernels.quantized import BLOCK, Kind, QuantizedMatrix
-from stageline.weights.ggml_types import half_at, k_scales, nibbles, q6_k_numbers
+from stageline.weights.ggml_types import half_at, k_scales, nibbles, q5_0_numbers, q6_k_numbers
 
 # Rows are packed by this many, so that the unpacked numbers stay in the cache; a multiple of a panel's 64 rows.
 _ROWS_AT_ONCE = 128
@@ -40,6 +40,10 @@ def _q4_1(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return nibbles(blocks[:, 4:]).flatten(1), torch.cat((half_at(blocks, 0), half_at(blocks, 2)), dim=1)
 
 
+def _q5_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return q5_0_numbers(blocks) + (128 - 16), half_at(blocks, 0)
+
+
 def _q8_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return blocks[:, 2:] ^ 128, half_at(blocks, 0)
 
@@ -58,6 +62,7 @@ PACKED_ENCODINGS: dict[str, PackedEncoding] = {
     "Q4_0": PackedEncoding(Kind.FOUR_BITS, _q4_0),
     "Q4_1": PackedEncoding(Kind.FOUR_BITS_MINIMUM, _q4_1),
     "Q4_K": PackedEncoding(Kind.FOUR_BITS_MINIMUM, _q4_k),
+    "Q5_0": PackedEncoding(Kind.EIGHT_BITS, _q5_0),
     "Q8_0": PackedEncoding(Kind.EIGHT_BITS, _q8_0),
     "Q6_K": PackedEncoding(Kind.EIGHT_BITS_HALVES, _q6_k),
 }

@@ -1,0 +1,87 @@
+"""What GGUF files of each architecture have otherwise: names of norms, order of rows, and facts that are not written.
+
+Source: convert_hf_to_gguf.py and src/llama-model.cpp of llama.cpp, for what a converter leaves out or changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from stageline.checkpoint.fields import Fields
+from stageline.checkpoint.model_spec import ModelSpec, RopeSpec
+
+_SANDWICH_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_QUERY_KEY_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
+_GEMMA3_WINDOW_PATTERN = 6
+
+
+def _as_it_is(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    return spec
+
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """Args:
+    family: as `ModelSpec.family`.
+    has_rope_pairs: whether rows of q and k are stored with the two numbers of a rotated pair side by side.
+    block_parts: a block's tensor names that mean something else than usual, or nothing in other architectures.
+    refine: completes the shape.
+    """
+
+    family: str
+    has_rope_pairs: bool = False
+    block_parts: dict[str, str] = field(default_factory=dict)
+    refine: Callable[[Fields, ModelSpec], ModelSpec] = _as_it_is
+
+
+def _gemma2(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    return replace(
+        _gemma(spec, _GEMMA2_27B_LAYERS),
+        layer_windows=_windows(fields, "gemma2", [index % 2 == 0 for index in range(spec.num_layers)]),
+        attention_cap=fields.number("gemma2.attn_logit_softcapping", default=50.0),
+        logit_cap=fields.number("gemma2.final_logit_softcapping", default=30.0),
+    )
+
+
+def _gemma3(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    has_window = [(index + 1) % _GEMMA3_WINDOW_PATTERN != 0 for index in range(spec.num_layers)]
+    return replace(
+        _gemma(spec, _GEMMA3_27B_LAYERS),
+        layer_windows=_windows(fields, "gemma3", has_window),
+        window_rope=RopeSpec(theta=fields.number("gemma3.rope.freq_base_swa", default=10000.0)),
+    )
+
+
+def _gemma(spec: ModelSpec, largest_num_layers: int) -> ModelSpec:
+    """Norm weights have their 1 in them already. Only the largest model scales by another size than head_dim."""
+    is_largest = spec.num_layers == largest_num_layers
+    return replace(
+        spec,
+        activation="gelu_tanh",
+        embedding_scale=spec.hidden_size**0.5,
+        attention_scale=(spec.hidden_size // spec.num_heads if is_largest else spec.head_dim) ** -0.5,
+        sliding_window=None,
+    )
+
+
+def _windows(fields: Fields, architecture: str, has_window: list[bool]) -> tuple[int | None, ...]:
+    window = fields.integer(f"{architecture}.attention.sliding_window")
+    return tuple(window if has else None for has in has_window)
+
+
+ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "llama": GgufArchitecture("llama", has_rope_pairs=True),
+    "qwen2": GgufArchitecture("llama"),
+    "qwen3": GgufArchitecture("qwen3", block_parts=_QUERY_KEY_NORMS),
+    "gemma2": GgufArchitecture("gemma2", block_parts=_SANDWICH_NORMS, refine=_gemma2),
+    "gemma3": GgufArchitecture("gemma3", block_parts={**_SANDWICH_NORMS, **_QUERY_KEY_NORMS}, refine=_gemma3),
+}
+"""By the name under `general.architecture`."""
