@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stageline.config import environment
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError
 
@@ -66,6 +67,11 @@ def written(flag: str, path: str, write: Callable[[], object]) -> bool:
         print(f"stageline: error: {flag} {path} cannot be written: {error.strerror or error}", file=sys.stderr)
         return False
     return True
+
+
+def newest_simulation() -> Path:
+    """Where the timeline of the newest `stageline plan --simulate` is kept."""
+    return environment.cache_directory() / "newest-simulation.json"
 
 
 def check_can_write(flag: str, path: str | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from stageline.cli.opening import SubParsers, add_command
+from stageline.cli.workload_flags import add_simulation_flags
 from stageline.config.flags import add_plan_flags
 
 _USAGE = "stageline plan MODEL --cluster FILE [options] | stageline plan (--table [PRESET] | --list)"
@@ -43,7 +44,11 @@ def add_parser(commands: SubParsers) -> None:
     parser.add_argument(
         "--pareto", metavar="FILE", help="draw TPOT and throughput of layouts, from one request on (needs matplotlib)"
     )
+    parser.add_argument(
+        "--calibrate", action="store_true", help="measure this host with MODEL's layers, and keep what was found"
+    )
     add_plan_flags(parser)
+    add_simulation_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -51,6 +56,16 @@ def run(args: argparse.Namespace) -> int:
     # Imported here: `--help` and a mistyped flag answer at once.
     from stageline.cli import plan_layouts
 
+    if args.calibrate:
+        from stageline.cli import plan_calibrate
+
+        status = plan_calibrate.run_calibration(args)
+        if status or not args.simulate:
+            return status
+    if args.simulate:
+        from stageline.cli import plan_simulate
+
+        return plan_simulate.run_simulation(args)
     if args.list:
         return plan_layouts.print_known()
     if args.table is not None:

@@ -15,17 +15,18 @@ from typing import Any
 
 import msgspec
 
-from stageline.cli.opening import SubParsers, add_command, check_can_write, written
+from stageline.cli.opening import SubParsers, add_command, check_can_write, newest_simulation, written
 from stageline.config import environment
 from stageline.errors import ConfigError, StagelineError
 from stageline.timeline.analysis import analyse
 from stageline.timeline.chrome_trace import spans_of_chrome_trace, write_chrome_trace
 from stageline.timeline.picture import check_can_draw, write_picture
+from stageline.timeline.saved import SavedTimeline
 from stageline.timeline.span import Span
 from stageline.timeline.text_gantt import format_gantt
 from stageline.timeline.view import format_report
 
-_USAGE = "stageline timeline (FILE | --url URL) [--seconds N] [--png FILE] [--chrome FILE] [--save FILE]"
+_USAGE = "stageline timeline (FILE | --url URL | --simulated) [--seconds N] [--png FILE] [--chrome FILE] [--save FILE]"
 _EXAMPLE = """examples:
   stageline timeline timeline.json
   stageline timeline --url http://127.0.0.1:8000 --seconds 5 --png timeline.png
@@ -39,6 +40,7 @@ _PATIENCE_S = 30.0
 def add_parser(commands: SubParsers) -> None:
     parser = add_command(commands, "timeline", "show what every stage did, and when", _USAGE, _EXAMPLE)
     parser.add_argument("file", nargs="?", metavar="FILE", help="a saved timeline")
+    parser.add_argument("--simulated", action="store_true", help="of the newest stageline plan --simulate")
     parser.add_argument("--url", metavar="URL", help="of a server that is running, such as http://127.0.0.1:8000")
     parser.add_argument(
         "--seconds",
@@ -68,18 +70,10 @@ class _Recording:
     advice: list[str]
 
 
-class _Saved(msgspec.Struct):
-    """As /debug/timeline answers, as far as this command reads it."""
-
-    start_s: float
-    end_s: float
-    num_stages: int
-    spans: list[Span]
-    is_complete: bool = True
-
-
 def run(args: argparse.Namespace) -> int:
     _check(args)
+    if args.simulated:
+        args.file = str(newest_simulation())
     recording = _of_server(args) if args.url else _of_file(args.file, args.seconds)
     if not any(span.kind == "forward" for span in recording.spans):
         print(f"nothing ran in these {recording.end_s - recording.start_s:.3g} s")
@@ -91,8 +85,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if (args.file is None) == (args.url is None):
-        raise ConfigError("give a file or --url, one of them")
+    if (args.file is not None) + (args.url is not None) + args.simulated != 1:
+        raise ConfigError("give a file, --url or --simulated, one of them")
+    if args.simulated and not newest_simulation().is_file():
+        raise ConfigError("nothing was simulated yet; run `stageline plan MODEL --simulate` first")
     if args.seconds is not None and not 0 < args.seconds <= (60 if args.url else 1e9):
         raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0, and at most 60 of a server")
     for flag in ("png", "chrome", "save"):
@@ -110,11 +106,11 @@ def _as_text(recording: _Recording, width: int) -> str:
 def _write_files(args: argparse.Namespace, recording: _Recording) -> bool:
     spans, num_stages, start_s, end_s = recording.spans, recording.num_stages, recording.start_s, recording.end_s
     title = f"{num_stages} stages, {end_s - start_s:.3g} s"
-    saved = msgspec.json.encode(_Saved(start_s, end_s, num_stages, spans))
+    saved = SavedTimeline(start_s, end_s, num_stages, spans)
     writers = {
         "png": lambda path: write_picture(path, spans, num_stages, start_s, end_s, title),
         "chrome": lambda path: write_chrome_trace(path, spans),
-        "save": lambda path: Path(path).write_bytes(saved),
+        "save": lambda path: saved.save(Path(path)),
     }
     is_all_written = True
     for flag, write in writers.items():
@@ -146,7 +142,7 @@ def _decode(path: str, body: bytes) -> list[Span]:
         found = msgspec.json.decode(body)
         if isinstance(found, dict) and "traceEvents" in found:
             return spans_of_chrome_trace(found)
-        return msgspec.convert(found, _Saved).spans
+        return msgspec.convert(found, SavedTimeline).spans
     except (msgspec.MsgspecError, ValueError) as error:
         raise ConfigError(f"{path} is neither a Chrome trace of Stageline nor saved spans: {error}") from error
 
@@ -154,7 +150,7 @@ def _decode(path: str, body: bytes) -> list[Span]:
 def _of_server(args: argparse.Namespace) -> _Recording:
     server = _Server(args.url, args.api_key or environment.client_api_key(), args.ca_file)
     seconds = args.seconds or _DEFAULT_SECONDS
-    saved = msgspec.json.decode(server.get(f"/debug/timeline?seconds={seconds:g}"), type=_Saved)
+    saved = msgspec.json.decode(server.get(f"/debug/timeline?seconds={seconds:g}"), type=SavedTimeline)
     view = json.loads(server.get("/debug/pipeline"))
     return _Recording(saved.spans, saved.num_stages, saved.start_s, saved.end_s, view["advice"])
 

@@ -20,8 +20,8 @@ _DATASETS = ("random", "prefix", "sharegpt", *_TRACES)
 _DEFAULT_NUM_PROMPTS = 100
 
 
-def add_workload_flags(group: Any) -> None:
-    """What the requests are."""
+def add_workload_flags(group: Any, with_lengths: bool = True) -> None:
+    """What the requests are. Args: with_lengths: whether `--input-len` and `--output-len` say how long."""
     group.add_argument(
         "--dataset-name",
         choices=_DATASETS,
@@ -36,16 +36,8 @@ def add_workload_flags(group: Any) -> None:
         metavar="N",
         help=f"requests to send (default: {_DEFAULT_NUM_PROMPTS}; all of a trace)",
     )
-    group.add_argument(
-        "--input-len",
-        type=int,
-        default=128,
-        metavar="TOKENS",
-        help="of random prompts, and of prefix prompts after their prefix (default: %(default)s)",
-    )
-    group.add_argument(
-        "--output-len", type=int, default=64, metavar="TOKENS", help="of their answers (default: %(default)s)"
-    )
+    if with_lengths:
+        _add_lengths(group)
     group.add_argument(
         "--range-ratio",
         type=float,
@@ -60,6 +52,19 @@ def add_workload_flags(group: Any) -> None:
         "--prefix-len", type=int, default=256, metavar="TOKENS", help="that a group shares (default: %(default)s)"
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of everything drawn (default: %(default)s)")
+
+
+def _add_lengths(group: Any) -> None:
+    group.add_argument(
+        "--input-len",
+        type=int,
+        default=128,
+        metavar="TOKENS",
+        help="of random prompts, and of prefix prompts after their prefix (default: %(default)s)",
+    )
+    group.add_argument(
+        "--output-len", type=int, default=64, metavar="TOKENS", help="of their answers (default: %(default)s)"
+    )
 
 
 def add_arrival_flags(group: Any) -> None:
@@ -83,6 +88,22 @@ def add_arrival_flags(group: Any) -> None:
         metavar="FACTOR",
         help="a trace's times are multiplied by it: 0.5 comes twice as fast (default: %(default)s)",
     )
+
+
+def add_simulation_flags(parser: argparse.ArgumentParser) -> None:
+    """Of `stageline plan`: what is simulated, and where it is written to."""
+    group = parser.add_argument_group("simulation")
+    group.add_argument(
+        "--simulate",
+        action="store_true",
+        help="run requests through the real scheduler on simulated stages: the best layout of --cluster, or this host "
+        "as --calibrate measured it; lengths are --prompt-tokens and --output-tokens, and --concurrency requests are "
+        "always under way unless --request-rate or a trace says when they come",
+    )
+    add_workload_flags(group, with_lengths=False)
+    add_arrival_flags(group)
+    group.add_argument("--trace-out", metavar="FILE", help="write a Chrome trace of all stages, for ui.perfetto.dev")
+    group.add_argument("--save", metavar="FILE", help="write the spans as JSON, for stageline timeline")
 
 
 def check_workload(args: argparse.Namespace) -> None:

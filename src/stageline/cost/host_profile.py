@@ -16,6 +16,7 @@ import msgspec
 
 from stageline.config import environment
 from stageline.cost.hardware import Device, MatmulRate
+from stageline.cost.model_costs import ModelCosts
 from stageline.cost.profile import describe_machine
 from stageline.cost.stage_time import MicrobatchShape
 from stageline.pipeline.microbatch import Microbatch
@@ -43,9 +44,9 @@ class LayerShape(msgspec.Struct, frozen=True):
     """What a model's times depend on.
 
     Args:
-        layer_weights: [layers] numbers in the matrices of each.
-        head_weights: numbers in the LM head.
-        kv_bytes_per_token: of one layer.
+        layer_weights: [layers] parameters of each that a token is multiplied with.
+        head_weights: the LM head's.
+        kv_bytes_per_token: of a layer, on average.
         hidden_bytes: of one token's hidden states, as they cross from stage to stage.
     """
 
@@ -53,6 +54,15 @@ class LayerShape(msgspec.Struct, frozen=True):
     head_weights: float
     kv_bytes_per_token: float
     hidden_bytes: float
+
+
+def layer_shape(model: ModelCosts) -> LayerShape:
+    return LayerShape(
+        layer_weights=tuple(layer.num_active for layer in model.layers),
+        head_weights=model.head.num_active,
+        kv_bytes_per_token=model.kv_bytes_per_token / len(model.layers),
+        hidden_bytes=model.hidden_bytes,
+    )
 
 
 class Curve(msgspec.Struct, frozen=True):

@@ -18,12 +18,13 @@ import msgspec
 import psutil
 
 from stageline.checkpoint.checkpoint import Checkpoint
-from stageline.checkpoint.stage_tensors import stage_tensor_names, stage_weight_bytes
+from stageline.checkpoint.model_spec import ModelSpec
+from stageline.checkpoint.stage_tensors import stage_weight_bytes
 from stageline.config.engine_config import EngineConfig
-from stageline.cost.host_profile import Curve, HostProfile, LayerShape, MessageCosts, host_key
+from stageline.cost.host_profile import Curve, HostKey, HostProfile, MessageCosts, host_key, layer_shape
+from stageline.cost.model_costs import model_costs
 from stageline.errors import ConfigError, StagelineError
 from stageline.executor.stage_processes import available_cores
-from stageline.kv.kv_size import kv_bytes_per_token
 from stageline.links.child_process import ChildProcess
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links, make_ipc_folder
@@ -58,25 +59,14 @@ _Kind = TypeVar("_Kind", Ready, Measured)
 OnStep = Callable[[str], None]
 
 
-def layer_shape(checkpoint: Checkpoint, itemsize: int) -> LayerShape:
-    """Args: itemsize: bytes of a number in the compute dtype."""
-    spec = checkpoint.spec
-
-    def num_weights(layers: range, is_last: bool) -> float:
-        names = stage_tensor_names(checkpoint, layers, is_first=False, is_last=is_last)
-        return float(sum(checkpoint.tensors[name].num_elements for name in names))
-
-    return LayerShape(
-        layer_weights=tuple(num_weights(range(layer, layer + 1), False) for layer in range(spec.num_layers)),
-        head_weights=num_weights(range(0), True),
-        kv_bytes_per_token=float(kv_bytes_per_token(spec, 1, itemsize)),
-        hidden_bytes=float(spec.hidden_size * itemsize),
-    )
+def this_host(config: EngineConfig, spec: ModelSpec) -> HostKey:
+    """Where the profile of this machine is kept, computing as the configuration asks."""
+    dtype = spec.dtype if config.dtype == "auto" else config.dtype
+    return host_key(config.device, dtype, config.quantization, config.threads_per_stage, len(_cores()))
 
 
-def compute_itemsize(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    """Bytes of a number in the dtype that a configuration computes in."""
-    return _ITEMSIZE[checkpoint.spec.dtype if config.dtype == "auto" else config.dtype]
+def _cores() -> list[int]:
+    return available_cores() or list(range(os.cpu_count() or 1))
 
 
 def calibrate_host(config: EngineConfig, checkpoint: Checkpoint, on_step: OnStep = lambda text: None) -> HostProfile:
@@ -85,11 +75,11 @@ def calibrate_host(config: EngineConfig, checkpoint: Checkpoint, on_step: OnStep
     Args: on_step: hears what is measured next.
     Raises: ConfigError if the model cannot be measured here; StagelineError if a measuring process is lost.
     """
-    itemsize = compute_itemsize(config, checkpoint)
-    cores = available_cores() or list(range(os.cpu_count() or 1))
+    itemsize = _ITEMSIZE[checkpoint.spec.dtype if config.dtype == "auto" else config.dtype]
+    cores = _cores()
     num_processes = max(1, min(len(cores) // config.threads_per_stage, _MOST_PROCESSES))
     num_layers = _layers_to_time(config, checkpoint, itemsize, num_processes)
-    shape = layer_shape(checkpoint, itemsize)
+    shape = layer_shape(model_costs(checkpoint.spec, kv_itemsize_bytes=itemsize))
     on_step(f"starting {num_processes} measuring processes with {num_layers} layers each")
     with _Processes(config, checkpoint, num_layers, num_processes, cores) as processes:
         on_step("layers and head, one stage alone")
@@ -102,13 +92,7 @@ def calibrate_host(config: EngineConfig, checkpoint: Checkpoint, on_step: OnStep
         messages = processes.measure_messages()
     fitted = _Fit(alone, num_layers)
     return HostProfile(
-        key=host_key(
-            config.device,
-            checkpoint.spec.dtype if config.dtype == "auto" else config.dtype,
-            config.quantization,
-            config.threads_per_stage,
-            len(cores),
-        ),
+        key=this_host(config, checkpoint.spec),
         model=checkpoint.path,
         shape=shape,
         layer_s=fitted.layer_s,

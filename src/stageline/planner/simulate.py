@@ -93,6 +93,11 @@ class SimulatedRun:
     spans: list[Span]
 
     @property
+    def num_microbatches_kept(self) -> int:
+        """Of which there are spans."""
+        return len({span.microbatch for span in self.spans if span.stage_index == self.num_stages - 1})
+
+    @property
     def num_output_tokens(self) -> int:
         return sum(len(request.token_times_s) for request in self.requests)
 

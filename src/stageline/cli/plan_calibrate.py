@@ -1,0 +1,59 @@
+"""`stageline plan MODEL --calibrate`: measure this host in less than a minute, and keep what was found."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from stageline.checkpoint import open_checkpoint
+from stageline.cli.opening import written
+from stageline.config.engine_config import EngineConfig
+from stageline.cost.host_profile import HostProfile, save_host_profile
+from stageline.errors import ConfigError
+from stageline.planner.calibrate import calibrate_host
+
+_SHOWN_TOKENS = (1, 8, 32, 128, 512)
+
+
+def run_calibration(args: argparse.Namespace) -> int:
+    """Returns: the exit status, 1 if the profile could not be kept. Raises: ConfigError."""
+    if args.model is None:
+        raise ConfigError("--calibrate needs a model whose weights lie on this disk: its layers are what is measured")
+    checkpoint = open_checkpoint(args.model)
+    start_s = time.monotonic()
+    profile = calibrate_host(EngineConfig(model=args.model), checkpoint, _say)
+    print(f"{format_profile(profile)}\nmeasured in {time.monotonic() - start_s:.0f} s")
+    path = profile.key.path
+    if not written("--calibrate: the profile", str(path), lambda: save_host_profile(profile)):
+        return 1
+    print(f"profile: {path}; stageline plan MODEL --simulate uses it from now on")
+    return 0
+
+
+def format_profile(profile: HostProfile) -> str:
+    """What was measured, in a few lines; no newline at the end."""
+    key, shape, messages = profile.key, profile.shape, profile.messages
+    rates = ", ".join(
+        f"{tokens} rows {profile.matmul_flops_per_s(tokens) / 1e9:.0f} GFLOP/s" for tokens in _SHOWN_TOKENS
+    )
+    attention = shape.kv_bytes_per_token / profile.attention_token_s
+    slowdowns = ", ".join(f"{number} at once {factor:.2f}" for number, factor in enumerate(profile.slowdowns, start=1))
+    engine_s = profile.engine.launch_s + profile.engine.result_s + profile.engine.news_s
+    return "\n".join(
+        [
+            f"{key.machine}, {key.num_cores} cores, {key.threads_per_stage} a stage, {key.dtype}",
+            f"matrix products, one stage:  {rates}",
+            f"weights are read at          {profile.memory_bytes_per_s / 1e9:.1f} GB/s",
+            f"a decode reads its cache at  {attention / 1e9:.1f} GB/s",
+            f"slower with several stages:  {slowdowns}",
+            f"a microbatch costs besides   {(profile.stage_s + profile.prepare_s) * 1e6:.0f} µs on a stage, "
+            f"{engine_s * 1e6:.0f} µs in the engine",
+            f"a message takes              {messages.latency_s * 1e6:.0f} µs, large ones "
+            f"{messages.bytes_per_s / 1e9:.1f} GB/s",
+        ]
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
