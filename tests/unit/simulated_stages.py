@@ -159,11 +159,15 @@ class SimulatedEngine:
         if not len(self.in_flight):
             assert self.scheduler.num_unfinished == 0, "stuck: nothing in flight and nothing can be scheduled"
             return False
+        self.land()
+        return True
+
+    def land(self) -> None:
+        """Take the result of the oldest microbatch in flight."""
         result = self.stages.answer()
         self._sampling_in_flight.popleft()
         news = self.scheduler.completed(self.in_flight.completed(result), result, 0.0)
         self._take([one.update(0.0) for one in news])
-        return True
 
     def run(self) -> None:
         while self.step():

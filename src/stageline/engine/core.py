@@ -8,12 +8,15 @@ Nothing polls, nothing sleeps, no empty microbatch is ever sent.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import zmq
 
 from stageline.clock import Clock
+from stageline.engine.balancer import Balancer, Notice
 from stageline.engine.events import EventLog, StageShares
 from stageline.engine.stats import EngineFacts, EngineStats, ProcessUsage, SchedulerStats, StatsCollector
-from stageline.errors import InternalError
+from stageline.errors import ConfigError, InternalError
 from stageline.executor.executor import Executor
 from stageline.outputs import FinishReason
 from stageline.pipeline.in_flight import InFlight
@@ -22,12 +25,19 @@ from stageline.request import EngineRequest, RequestUpdate
 from stageline.scheduler.scheduler import Scheduler
 from stageline.timeline.recorder import Recorder
 from stageline.timeline.span import Span
+from stageline.timeline.stage_counters import StageCounters
 
 
 class EngineCore:
-    """Drives one pipeline. The only one who talks to its scheduler and its executor."""
+    """Drives one pipeline. The only one who talks to its scheduler and its executor.
 
-    def __init__(self, executor: Executor, scheduler: Scheduler, clock: Clock) -> None:
+    Args:
+        balancer: may cut the layers otherwise; None leaves them as they are.
+    """
+
+    def __init__(
+        self, executor: Executor, scheduler: Scheduler, clock: Clock, balancer: Balancer | None = None
+    ) -> None:
         self.recorder = Recorder()
         self._executor = executor
         self._scheduler = scheduler
@@ -41,6 +51,8 @@ class EngineCore:
         self._events = EventLog()
         self._shares = StageShares()
         self._num_preemptions = 0
+        self._balancer = balancer
+        self._counters: list[StageCounters] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -107,6 +119,7 @@ class EngineCore:
         result = self._executor.wait(until_s)
         if result is None:
             self._fill_window()
+            self._look_at_stages()
             return self._take_ends()
         microbatch = self._in_flight.completed(result)
         now_s = self._clock.now_s()
@@ -117,6 +130,8 @@ class EngineCore:
         updates = [one.update(now_s) for one in news]
         self._stats.completed(microbatch, now_s - self._launched_s.pop(microbatch.number), result.computing_s)
         self._stats.updated(updates)
+        if self._balancer is not None and self._balancer.is_due(now_s):
+            self._executor.ask_for_counters()
         return updates + self._take_ends()
 
     def _send_masks(self) -> None:
@@ -136,6 +151,8 @@ class EngineCore:
 
     def _fill_window(self) -> None:
         self._send_masks()
+        if self._is_held_back():
+            return
         self._in_flight.window = self._scheduler.most_in_flight
         while self._in_flight.has_room:
             start_s = self._clock.now_s()
@@ -162,6 +179,38 @@ class EngineCore:
                 )
             )
 
+    def _is_held_back(self) -> bool:
+        """Nothing is launched before the layers are cut otherwise, which is done once nothing is in flight."""
+        if self._balancer is None or not self._balancer.wants_to_move:
+            return False
+        if len(self._in_flight):
+            return True
+        self._tell(self._balancer.move(self._scheduler))
+        return False
+
+    def cut_otherwise(self, layer_counts: Sequence[int]) -> None:
+        """Move layers between the stages as soon as nothing is in flight; requests that run are computed again.
+
+        Raises: ConfigError if the cut does not fit, or this pipeline keeps the one it has.
+        """
+        if self._balancer is None:
+            raise ConfigError("the layers of this pipeline are cut for good")
+        self._balancer.ask_to_move(layer_counts)
+
+    def _look_at_stages(self) -> None:
+        """The counters that were asked for have come, perhaps. Whoever asked for them gets them later."""
+        counters = self._executor.take_counters()
+        if counters is None:
+            return
+        self._counters, now_s = counters, self._clock.now_s()
+        for stage_index, text in self._shares.slower(counters):
+            self._events.add(now_s, "slow_stage", text, stage_index)
+        for notice in [] if self._balancer is None else self._balancer.look(counters, now_s):
+            self._tell(notice)
+
+    def _tell(self, notice: Notice) -> None:
+        self._events.add(self._clock.now_s(), notice.kind, notice.text)
+
     def _note_preemptions(self, now_s: float) -> None:
         num_new = self._scheduler.num_preemptions - self._num_preemptions
         if num_new:
@@ -183,7 +232,9 @@ class EngineCore:
         return None if spans is None else self.recorder.spans(since_s, most_per_stage) + spans
 
     def collect_item_times(self) -> list[StageItemTimes]:
-        """See `stageline.executor.executor.Executor.collect_item_times`."""
+        """See `stageline.executor.executor.Executor.collect_item_times`; nobody else asks from then on."""
+        if self._balancer is not None:
+            self._balancer.leave_alone()
         return self._executor.collect_item_times()
 
     def forget_stats(self) -> None:
@@ -192,16 +243,16 @@ class EngineCore:
 
     def ask_for_stats(self) -> None:
         """Ask the stages for their part of the statistics; does not wait."""
+        self._counters = None
         self._executor.ask_for_counters()
 
     def take_stats(self, facts: EngineFacts) -> EngineStats | None:
         """The statistics that were asked for, once; None as long as a stage owes its part."""
-        counters = self._executor.take_counters()
+        self._look_at_stages()
+        counters, self._counters = self._counters, None
         if counters is None:
             return None
         scheduler, now_s = self._scheduler, self._clock.now_s()
-        for stage_index, text in self._shares.slower(counters):
-            self._events.add(now_s, "slow_stage", text, stage_index)
         return self._stats.snapshot(
             now_s,
             ProcessUsage.of_this_process(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -51,6 +51,7 @@ class EngineLoop:
     Args:
         incoming: where all clients' messages arrive.
         clients: sockets to the clients, by their index.
+        facts: as they are now.
         orders: of the owner; another thread appends to it, and rings `Executor.wakeup` then.
     """
 
@@ -58,7 +59,7 @@ class EngineLoop:
         self,
         core: EngineCore,
         config: EngineConfig,
-        facts: EngineFacts,
+        facts: Callable[[], EngineFacts],
         vocab_size: int,
         clock: Clock,
         incoming: zmq.Socket[bytes],
@@ -97,7 +98,7 @@ class EngineLoop:
     def _step(self) -> None:
         self._end_overdue()
         self._publish(self._core.step(waits_for_work=True, until_s=self._next_deadline_s()))
-        if self._stats_questions and (stats := self._core.take_stats(self._facts)) is not None:
+        if self._stats_questions and (stats := self._core.take_stats(self._facts())) is not None:
             for asked in self._stats_questions:
                 self._send(asked.client_index, StatsAnswer(asked.question, stats))
             self._stats_questions.clear()

@@ -13,7 +13,7 @@ import msgspec
 
 from stageline.timeline.stage_counters import StageCounters
 
-EventKind = Literal["preemption", "abort", "refusal", "slow_stage"]
+EventKind = Literal["preemption", "abort", "refusal", "slow_stage", "imbalance", "rebalance"]
 
 MOST_EVENTS = 50
 

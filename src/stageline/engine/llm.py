@@ -164,7 +164,7 @@ class LLM:
 
     def startup_table(self) -> str:
         """Which stage holds what; also logged at start."""
-        return self._pipeline.table
+        return self._pipeline.layout.table
 
     def spans(self, since_s: float = 0.0) -> list[Span]:
         """What every stage and the engine did since then, on `clock`, as far as their rings remember."""

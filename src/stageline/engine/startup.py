@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from dataclasses import dataclass
 
 from stageline.checkpoint.checkpoint import Checkpoint
@@ -13,21 +12,23 @@ from stageline.checkpoint.stage_tensors import can_stay_quantized
 from stageline.checkpoint.tokenizer import load_tokenizer
 from stageline.clock import Clock
 from stageline.config.engine_config import EngineConfig
+from stageline.engine.balancer import Balancer
 from stageline.engine.core import EngineCore
+from stageline.engine.layout import Layout, LayoutRules
 from stageline.engine.partitioning import PartitionChoice, choose_partition
-from stageline.engine.startup_table import count_stages, format_startup_table
+from stageline.engine.rebalance import RebalancePolicy
+from stageline.engine.startup_table import count_stages
 from stageline.errors import ConfigError
 from stageline.executor.executor import Executor, OnProgress
 from stageline.executor.in_process import InProcessExecutor
 from stageline.executor.messages import StageLoaded
 from stageline.executor.multi_process import MultiProcessExecutor
+from stageline.executor.remote_stages import RemoteStages
 from stageline.executor.stage_processes import available_cores
 from stageline.grammar.compiler import GrammarCompiler
 from stageline.grammar.mask_pool import MaskPool
 from stageline.kv.kv_cache_manager import KVCacheManager
-from stageline.kv.kv_plan import KVPlan, parse_kv_cache_memory, plan_kv_cache
-from stageline.kv.kv_size import kv_bytes_per_token
-from stageline.pipeline.microbatch import MicrobatchLimits
+from stageline.kv.kv_plan import KVPlan, parse_kv_cache_memory
 from stageline.pipeline.partition import StageLayers
 from stageline.scheduler.limits import SchedulerLimits
 from stageline.scheduler.scheduler import Scheduler
@@ -37,19 +38,31 @@ logger = logging.getLogger(__name__)
 _WIDEST_WINDOW_PER_STAGE = 4
 _USUAL_KV_CACHE_FRACTION = 0.95
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 @dataclass(frozen=True)
 class Pipeline:
     """A pipeline that is ready, and what was found out on the way."""
 
     core: EngineCore
-    partition: tuple[StageLayers, ...]
-    reports: tuple[StageLoaded, ...]
-    kv_plan: KVPlan
+    balancer: Balancer
     max_model_len: int
-    table: str
+
+    @property
+    def layout(self) -> Layout:
+        """As it is now: with `--rebalance` it may change."""
+        return self.balancer.layout
+
+    @property
+    def partition(self) -> tuple[StageLayers, ...]:
+        return self.layout.partition
+
+    @property
+    def reports(self) -> tuple[StageLoaded, ...]:
+        return self.layout.reports
+
+    @property
+    def kv_plan(self) -> KVPlan:
+        return self.layout.kv_plan
 
 
 def choose_max_model_len(config: EngineConfig, checkpoint: Checkpoint) -> int:
@@ -110,11 +123,13 @@ def start_pipeline(
     clock: Clock,
     on_progress: OnProgress | None = None,
     grammars: GrammarCompiler | None = None,
+    remote: RemoteStages | None = None,
 ) -> Pipeline:
     """Bring a pipeline up.
 
     Args:
         grammars: to be shared with who checks requests; None if that is another process.
+        remote: the stages that other machines run, if there are any.
     Raises: ConfigError before anything starts for whatever can be known by then, or after loading if memory is short,
         with everything stopped again; WorkerLost if a stage dies on the way.
     """
@@ -130,26 +145,17 @@ def start_pipeline(
             config.kv_cache_memory,
         )
     logger.info("loading %s into %s", config.model, count_stages(num_stages))
-    executor = _make_executor(config, checkpoint, choice, max_model_len, clock)
+    rules = LayoutRules(config, checkpoint, max_model_len)
+    executor = _make_executor(config, checkpoint, choice, max_model_len, clock, remote)
     try:
         reports = executor.load(on_progress)
-        partition = executor.partition
-        plan = plan_kv_cache(
-            kv_memory,
-            _free_bytes_per_stage(reports),
-            [
-                kv_bytes_per_token(checkpoint.spec, len(part.layers), _ITEMSIZE[report.dtype])
-                for part, report in zip(partition, reports, strict=True)
-            ],
-            config.block_size,
-            max_useful_blocks=config.max_num_seqs * -(-max_model_len // config.block_size),
-        )
-        executor.allocate(_limits(config, checkpoint, plan, max_model_len))
+        layout = rules.laid_out(executor.partition, reports)
+        executor.allocate(rules.limits(layout))
     except BaseException:
         executor.close()
         raise
-    table = format_startup_table(partition, reports, plan)
-    logger.info("%s", table)
+    plan = layout.kv_plan
+    logger.info("%s", layout.table)
     if plan.num_tokens < max_model_len:
         logger.warning(
             "the KV cache holds %d tokens, fewer than the model length of %d: longer requests will be refused",
@@ -157,8 +163,16 @@ def start_pipeline(
             max_model_len,
         )
     masks = MaskPool(grammars or _make_compiler(config, checkpoint), executor.wakeup.ring)
-    core = _make_core(config, executor, plan, max_model_len, masks, clock)
-    return Pipeline(core, partition, tuple(reports), plan, max_model_len, table)
+    balancer = Balancer(executor, rules, layout, _rebalance_policy(config), config.rebalance, clock)
+    core = _make_core(config, executor, plan, max_model_len, masks, clock, balancer)
+    return Pipeline(core, balancer, max_model_len)
+
+
+def _rebalance_policy(config: EngineConfig) -> RebalancePolicy | None:
+    """None where no cut is better than another: one stage, or stages that take turns."""
+    if config.pipeline_parallel_size == 1 or config.distributed_executor_backend == "in_process":
+        return None
+    return RebalancePolicy(config.rebalance_gain, config.rebalance_patience_s)
 
 
 def _make_executor(
@@ -167,27 +181,12 @@ def _make_executor(
     choice: PartitionChoice,
     max_model_len: int,
     clock: Clock,
+    remote: RemoteStages | None,
 ) -> Executor:
     if config.distributed_executor_backend == "in_process":
         return InProcessExecutor(config, checkpoint, choice.stages, max_model_len, clock)
-    return MultiProcessExecutor(config, checkpoint.path, choice.stages, max_model_len, clock, choice.calibration)
-
-
-def _free_bytes_per_stage(reports: list[StageLoaded]) -> list[int]:
-    """Stages that share a memory pool share what is free in it. The one that loaded last saw the least."""
-    num_in_pool = Counter(report.memory_pool for report in reports)
-    free_in_pool = {pool: min(r.free_bytes for r in reports if r.memory_pool == pool) for pool in num_in_pool}
-    return [free_in_pool[report.memory_pool] // num_in_pool[report.memory_pool] for report in reports]
-
-
-def _limits(config: EngineConfig, checkpoint: Checkpoint, plan: KVPlan, max_model_len: int) -> MicrobatchLimits:
-    return MicrobatchLimits(
-        num_blocks=plan.num_blocks,
-        block_size=config.block_size,
-        vocab_size=checkpoint.spec.vocab_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=max_model_len,
+    return MultiProcessExecutor(
+        config, checkpoint.path, choice.stages, max_model_len, clock, choice.calibration, remote
     )
 
 
@@ -200,10 +199,16 @@ def _make_compiler(config: EngineConfig, checkpoint: Checkpoint) -> GrammarCompi
 
 
 def _make_core(
-    config: EngineConfig, executor: Executor, plan: KVPlan, max_model_len: int, masks: MaskPool, clock: Clock
+    config: EngineConfig,
+    executor: Executor,
+    plan: KVPlan,
+    max_model_len: int,
+    masks: MaskPool,
+    clock: Clock,
+    balancer: Balancer,
 ) -> EngineCore:
     kv = KVCacheManager(plan.num_blocks, config.block_size, config.enable_prefix_caching)
-    return EngineCore(executor, Scheduler(kv, scheduler_limits(config, max_model_len), masks), clock)
+    return EngineCore(executor, Scheduler(kv, scheduler_limits(config, max_model_len), masks), clock, balancer)
 
 
 def scheduler_limits(config: EngineConfig, max_model_len: int) -> SchedulerLimits:

@@ -16,10 +16,10 @@ from stageline.config.engine_config import EngineConfig
 from stageline.cost.layer_costs import MeasuredCosts, costs_from_measured, layer_kinds
 from stageline.cost.profile import Profile
 from stageline.engine.advice import RunFacts, advise
+from stageline.engine.layout import measured_rooms
 from stageline.engine.llm import LLM
 from stageline.engine.partitioning import planned_bytes, profile_key_of
 from stageline.errors import ConfigError
-from stageline.executor.messages import StageLoaded
 from stageline.kv.kv_plan import KVPlan
 from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
 from stageline.pipeline.partition_by_cost import StageRoom, partition_by_cost
@@ -133,15 +133,6 @@ def _typical_stage_times_s(inside: Sequence[Journey], num_stages: int) -> tuple[
     if not full:
         raise ConfigError("the load was over before a full microbatch of decodes ran; raise --output-len")
     return tuple(median(j.computed[stage][1] - j.computed[stage][0] for j in full) for stage in range(num_stages))
-
-
-def measured_rooms(reports: Sequence[StageLoaded], speeds: Sequence[float]) -> tuple[StageRoom, ...]:
-    """Each stage's speed, and the memory that was free before it loaded if it shares it with no other stage."""
-    pools = [report.memory_pool for report in reports]
-    return tuple(
-        StageRoom(speed, report.free_bytes + report.weight_bytes if pools.count(report.memory_pool) == 1 else None)
-        for report, speed in zip(reports, speeds, strict=True)
-    )
 
 
 @dataclass(frozen=True)

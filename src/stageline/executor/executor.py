@@ -113,8 +113,12 @@ class Executor(Protocol):
         """Ask for all spans, and wait for them."""
         ...
 
-    def collect_item_times(self) -> list[StageItemTimes]:
-        """What each stage's items took since this was asked before, in order; the first call turns timing on."""
+    def collect_item_times(self, goes_on: bool = True) -> list[StageItemTimes]:
+        """What each stage's items took since this was asked before, in order; the first call turns timing on.
+
+        Args:
+            goes_on: false turns it off again.
+        """
         ...
 
     def ask_for_counters(self) -> None:

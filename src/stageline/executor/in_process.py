@@ -172,7 +172,7 @@ class InProcessExecutor:
     def partition(self) -> tuple[StageLayers, ...]:
         return self._partition
 
-    def collect_item_times(self) -> list[StageItemTimes]:
+    def collect_item_times(self, goes_on: bool = True) -> list[StageItemTimes]:
         from stageline.worker.measure import ItemTimer
 
         timers, self._timers = self._timers, []
@@ -180,9 +180,11 @@ class InProcessExecutor:
             timer = ItemTimer(
                 part.stage_index, part.layers, part.is_first, part.is_last, stage.device, self._clock, stage.stretch
             )
-            stage.time_items(timer)
+            stage.time_items(timer if goes_on else None)
             self._timers.append(timer)
-        return [timer.times() for timer in timers or self._timers]
+        timed = timers or self._timers
+        self._timers = self._timers if goes_on else []
+        return [timer.times() for timer in timed]
 
     def ask_for_spans(self, since_s: float, most_per_stage: int | None = None) -> None:
         if self._spans_question is None:

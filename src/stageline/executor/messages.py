@@ -121,7 +121,13 @@ class CollectSpans(msgspec.Struct, frozen=True, array_like=True, tag="collect_sp
 
 
 class CollectItemTimes(msgspec.Struct, frozen=True, array_like=True, tag="collect_item_times"):
-    """Send the times of the items since the last such message; timing begins with the first."""
+    """Send the times of the items since the last such message; timing begins with the first.
+
+    Args:
+        goes_on: time on, from now.
+    """
+
+    goes_on: bool = True
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):

@@ -227,8 +227,8 @@ class MultiProcessExecutor:
                 self._results.append(message)
         return spans
 
-    def collect_item_times(self) -> list[StageItemTimes]:
-        self._send_to_all(encode_message(CollectItemTimes()))
+    def collect_item_times(self, goes_on: bool = True) -> list[StageItemTimes]:
+        self._send_to_all(encode_message(CollectItemTimes(goes_on)))
         return self._gather(StageItemTimes)
 
     def ask_for_counters(self) -> None:

@@ -2,8 +2,8 @@
 
     STAGELINE_INJECT_SLOWDOWN=s1:1.5,link0:2ms,s2:3@m500
 
-Stage 1 takes 1.5 times as long for everything it computes, what stage 0 sends to stage 1 arrives 2 ms later, and stage 2
-takes three times as long from microbatch 500 on. With all stages in one process there are no links.
+Stage 1 takes 1.5 times as long for everything it computes, what stage 0 sends to stage 1 arrives 2 ms later, and stage
+2 takes three times as long from microbatch 500 on. With all stages in one process there are no links.
 """
 
 from __future__ import annotations

@@ -371,6 +371,11 @@ class Scheduler:
     # ---- memory runs out ----
 
     def _preempt(self, request: ScheduledRequest) -> None:
+        self._queue_again(request)
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+
+    def _queue_again(self, request: ScheduledRequest) -> None:
         """Free a request's blocks and queue it again, to be recomputed from all its known tokens.
 
         Its blocks may be handed out at once, even if a microbatch in flight still uses them: every stage runs that one
@@ -380,11 +385,23 @@ class Scheduler:
         self._kv.close(request.table)
         request.num_computed_tokens = 0
         request.num_in_flight = 0
-        request.num_preemptions += 1
-        self._num_preemptions += 1
         del self._by_number[request.request_number]
         request.request_number = 0
         self._waiting.add(request)
+
+    def start_over(self, kv: KVCacheManager) -> tuple[int, int]:
+        """The stages have a new KV cache: an epoch begins, in which all that runs is computed again. Nothing is lost.
+
+        What is still in flight, if anything is, is void. Returns: the epoch, and the number of its first microbatch.
+        """
+        for request in list(self._running):
+            self._queue_again(request)
+        # The stages know no request any more, and those that ended have no blocks left to give back.
+        self._removed, self._by_number = [], {}
+        self._launched = LaunchedMicrobatches()
+        self._kv = kv
+        self._epoch += 1
+        return self._epoch, self._next_microbatch
 
     def _forget(self, request: ScheduledRequest) -> None:
         """Take a running request out of the queues and let the stages drop it with the next microbatch."""

@@ -140,8 +140,8 @@ class Stage:
             self._decoder.hold(layers)
         self.layers = layers
 
-    def time_items(self, timer: ItemTimer) -> None:
-        """Let `timer` follow every microbatch from now on."""
+    def time_items(self, timer: ItemTimer | None) -> None:
+        """Let `timer` follow every microbatch from now on; None for nobody."""
         self._timer = timer
 
     def expected_input(self, microbatch: Microbatch) -> tuple[tuple[int, int], torch.dtype] | None:

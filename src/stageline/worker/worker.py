@@ -323,16 +323,16 @@ class Worker:
         elif isinstance(message, AssignLayers):
             self._change_layers(message)
         elif isinstance(message, CollectItemTimes):
-            self._send_item_times()
+            self._send_item_times(message.goes_on)
         elif isinstance(message, Stop):
             self._is_stopping = True
         else:
             raise FrameError(f"a message {type(message).__name__} that no stage should get")
 
-    def _send_item_times(self) -> None:
-        """Of the microbatches since it was asked before; from now on for the next time."""
+    def _send_item_times(self, goes_on: bool) -> None:
+        """Of the microbatches since it was asked before; from now on for the next time, if there shall be one."""
         config = self._config
-        timer, self._timer = self._timer, ItemTimer(
+        new = ItemTimer(
             config.stage_index,
             range(config.first_layer, config.end_layer),
             config.stage_index == 0,
@@ -341,8 +341,9 @@ class Worker:
             self._clock,
             self._stage.stretch,
         )
+        timer, self._timer = self._timer or new, new if goes_on else None
         self._stage.time_items(self._timer)
-        self._engine.send(encode_message((timer or self._timer).times()))
+        self._engine.send(encode_message(timer.times()))
 
     def _check_turn(self, microbatch: Microbatch) -> None:
         """A microbatch that is lost, repeated or forged would make this stage's KV cache silently wrong."""

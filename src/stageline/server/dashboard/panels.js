@@ -9,7 +9,7 @@ const BOXES = [
   ["decode", "decode"], ["prefill", "with prompt tokens"], ["sample", "sampling"], ["starved", "starved"],
   ["in_transit", "input on its way"], ["blocked", "blocked on output"], ["lane", "idle"],
 ];
-const EVENT_NAMES = { preemption: "preemption", abort: "abort", refusal: "refused", slow_stage: "slow stage", lost: "lost" };
+const EVENT_NAMES = { preemption: "preemption", abort: "abort", refusal: "refused", slow_stage: "slow stage", lost: "lost", imbalance: "uneven", rebalance: "layers moved" };
 
 const showLegend = (list, entries) => {
   for (const [kind, name] of entries) {

@@ -1,0 +1,56 @@
+"""A new epoch loses nothing: whatever was running ends with its own tokens, though the stages forgot everything."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stageline.kv.kv_cache_manager import KVCacheManager
+from tests.unit.simulated_stages import SimulatedEngine, SimulatedStages, engine_request, expected_output
+from tests.unit.test_scheduler import BLOCK_SIZE, make_engine
+
+
+def start_over(engine: SimulatedEngine, num_blocks: int) -> None:
+    """Wait until nothing is in flight, then go on with stages that know nothing."""
+    while len(engine.in_flight):
+        engine.land()
+    before = engine.stages
+    engine.kv = KVCacheManager(num_blocks, BLOCK_SIZE, True)
+    epoch, first = engine.scheduler.start_over(engine.kv)
+    for last in before.launched[-1:]:
+        assert (epoch, first) == (last.epoch + 1, last.number + 1)
+    engine.stages = SimulatedStages(before.limits)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_tokens_do_not_depend_on_new_epochs(data) -> None:
+    look_ahead = data.draw(st.booleans(), "look-ahead")
+    engine = make_engine(num_stages=3, num_blocks=40, max_num_batched_tokens=16, look_ahead=look_ahead)
+    asked = []
+    for number in range(data.draw(st.integers(1, 6), "requests")):
+        prompt = data.draw(st.lists(st.integers(0, 49), min_size=1, max_size=30), "prompt")
+        asked.append(engine_request(str(number), prompt, data.draw(st.integers(1, 20), "tokens")))
+        engine.add(asked[-1])
+    aborted = data.draw(st.sampled_from([None, *asked]), "aborted")
+    for epoch in range(3):
+        for _ in range(data.draw(st.integers(1, 12), "steps")):
+            engine.step()
+        if epoch == 1 and aborted is not None:
+            engine.abort(aborted.request_id)
+        start_over(engine, 40)
+    while engine.scheduler.num_unfinished or len(engine.in_flight):
+        engine.step()
+    assert engine.kv.num_free_blocks == engine.kv.num_blocks
+    for one in asked:
+        if one is not aborted:
+            assert engine.outputs[one.request_id] == expected_output(one)
+
+
+def test_being_computed_again_is_no_preemption() -> None:
+    engine = make_engine()
+    engine.add(engine_request("a", [1, 2, 3], 10))
+    engine.step()
+    start_over(engine, 1000)
+    assert engine.scheduler.num_running == 0 and engine.scheduler.num_waiting == 1
+    assert engine.scheduler.num_preemptions == 0
