@@ -111,4 +111,4 @@ def _pair(key: ClusterKey, end: str) -> CurvePair:
 def _derive(secret: bytes, purpose: str) -> bytes:
     """32 bytes that tell nothing of `secret` or of other purposes'. Source: HKDF with SHA-256, RFC 5869, one block."""
     pseudo_random_key = hmac.digest(_SALT, secret, hashlib.sha256)
-    return hmac.digest(pseudo_random_key, purpose.encode() + b"\x01", hashlib.sha256)
+    return hmac.digest(pseudo_random_key, purpose.encode("latin-1") + b"\x01", hashlib.sha256)
