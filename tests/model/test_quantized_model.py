@@ -196,6 +196,6 @@ def test_checkpoints_without_quantised_weights_are_refused(tmp_path: Path) -> No
         check_quantization(config, open_checkpoint(str(directory)))
     checkpoint = open_checkpoint(str(write_mixed_model(tmp_path / "model.gguf", is_tied=True)))
     check_quantization(config, checkpoint)
-    unsupported = {n: e for n, e in checkpoint.tensors.items() if e.encoding in ("Q5_0", "F32")}
-    with pytest.raises(ConfigError, match=r"the matrices of .* are of type Q5_0, none of which it can keep"):
+    unsupported = {n: e for n, e in checkpoint.tensors.items() if e.encoding in ("Q5_1", "F32")}
+    with pytest.raises(ConfigError, match=r"the matrices of .* are of type Q5_1, none of which it can keep"):
         check_quantization(config, type(checkpoint)(checkpoint.path, checkpoint.spec, unsupported))

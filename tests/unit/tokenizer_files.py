@@ -115,7 +115,7 @@ def sentencepiece_vocabulary() -> list[tuple[str, float, int]]:
 def write_sentencepiece_gguf(
     path: Path, chat_template: str | None = None, add_space_prefix: bool = True, user_defined: tuple[str, ...] = ()
 ) -> Path:
-    """Args: user_defined: further tokens that are found whole, with plain spaces, as llama.cpp's converter spells them."""
+    """Args: user_defined: further tokens that are found whole, with plain spaces as llama.cpp's converter has them."""
     further = [(token, 0.0, USER_DEFINED) for token in user_defined]
     tokens, scores, types = zip(*sentencepiece_vocabulary(), *further, strict=True)
     writer = model_writer(path)
