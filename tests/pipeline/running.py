@@ -62,13 +62,14 @@ def start_stages(model: Path, num_stages: int, backend: str, partition: str | No
 
 @dataclass(frozen=True)
 class Case:
-    """How the scheduler is set up. 11 blocks of 16 tokens hold one long request and make several preempt each other."""
+    """How the scheduler is set up. 13 blocks of 16 tokens hold one long request and make several preempt each other."""
 
     max_chunk_tokens: int | None = None
     prefix_caching: bool = True
     num_blocks: int = 400
     max_num_batched_tokens: int = 256
     window: int | None = None
+    look_ahead: bool = True
 
 
 @dataclass
@@ -120,6 +121,7 @@ def make_core(pipeline: StartedPipeline, case: Case) -> EngineCore:
             max_num_batched_tokens=case.max_num_batched_tokens,
             max_model_len=MAX_MODEL_LEN,
             max_chunk_tokens=case.max_chunk_tokens,
+            look_ahead=case.look_ahead and isinstance(pipeline.executor, MultiProcessExecutor),
         ),
     )
     return EngineCore(pipeline.executor, scheduler, MonotonicClock())

@@ -15,7 +15,7 @@ from tests.tiny_models import TinyModel, load_reference, reference_greedy
 
 DEPTHS = (1, 2, 3, 5)
 BACKENDS = ("in_process", "multi_process")
-NUM_OUTPUT_TOKENS = 20
+NUM_OUTPUT_TOKENS = 24
 
 COMMON_BEGINNING = [(7 * i) % 250 for i in range(48)]
 PROMPTS = {
@@ -49,7 +49,7 @@ def pipeline(request: pytest.FixtureRequest, tiny_llama: Path) -> Iterator[Start
     started.executor.close()
 
 
-@pytest.mark.parametrize("num_blocks", [400, 11], ids=["ample memory", "forced preemption"])
+@pytest.mark.parametrize("num_blocks", [400, 13], ids=["ample memory", "forced preemption"])
 @pytest.mark.parametrize("prefix_caching", [True, False], ids=["prefix cache", "no prefix cache"])
 @pytest.mark.parametrize("chunk", [7, 16, 128])
 def test_greedy_tokens_are_those_of_transformers(
@@ -59,7 +59,7 @@ def test_greedy_tokens_are_those_of_transformers(
     finished = run(pipeline, case, [request(name, prompt, NUM_OUTPUT_TOKENS) for name, prompt in PROMPTS.items()])
     assert {name: result.token_ids for name, result in finished.items()} == expected
     assert any(result.num_cached_tokens > 0 for result in finished.values()) == prefix_caching
-    assert any(result.num_preemptions > 0 for result in finished.values()) == (num_blocks == 11)
+    assert any(result.num_preemptions > 0 for result in finished.values()) == (num_blocks == 13)
 
 
 def test_seeded_tokens_do_not_depend_on_depth_batch_or_preemption(pipeline: StartedPipeline, tiny_llama: Path) -> None:
@@ -74,7 +74,8 @@ def test_seeded_tokens_do_not_depend_on_depth_batch_or_preemption(pipeline: Star
         request(name, prompt, NUM_OUTPUT_TOKENS, SamplerSpec(seed=index, temperature=1.0))
         for index, (name, prompt) in enumerate(PROMPTS.items())
     ]
-    for case in (Case(max_chunk_tokens=7), Case(num_blocks=11, max_chunk_tokens=16)):
+    cases = (Case(max_chunk_tokens=7), Case(num_blocks=13, max_chunk_tokens=16), Case(look_ahead=False))
+    for case in cases:
         assert run(pipeline, case, [*others, mine])["mine"].token_ids == expected_tokens
 
 
@@ -88,5 +89,5 @@ def test_unequal_partitions_change_nothing(tiny_llama: Path, expected: dict[str,
 def test_a_window_wider_than_the_pipeline_changes_nothing(tiny_llama: Path, expected: dict[str, list[int]]) -> None:
     started = start_stages(tiny_llama, 2, "in_process")
     requests = [request(name, prompt, NUM_OUTPUT_TOKENS) for name, prompt in PROMPTS.items()]
-    finished = run(started, Case(window=5, num_blocks=11), requests)
+    finished = run(started, Case(window=5, num_blocks=13), requests)
     assert {name: result.token_ids for name, result in finished.items()} == expected

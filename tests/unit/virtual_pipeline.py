@@ -64,6 +64,7 @@ class VirtualPipeline:
         self._hop_s = hop_s
         self._noise = noise
         self._free_s = [0.0] * len(costs)
+        self._ends_s: dict[int, float] = {}
         self._in_flight = InFlight(scheduler.most_in_flight)
         self._results: deque[tuple[float, MicrobatchResult]] = deque()
         self._arrivals: deque[tuple[float, EngineRequest]] = deque()
@@ -109,9 +110,13 @@ class VirtualPipeline:
         shape = MicrobatchShape.of_rows(microbatch.num_computed_tokens, microbatch.num_scheduled_tokens)
         times_s = [costs.predict_s(shape) * self._noise() for costs in self._costs]
         there_s = self.now_s + self._hop_s
+        if microbatch.pending_rows:
+            token_hop_s = self._hop_s if len(self._costs) > 1 else 0.0
+            there_s = max(there_s, self._ends_s[microbatch.oldest] + token_hop_s)
         for index, time_s in enumerate(times_s):
             self._free_s[index] = max(there_s, self._free_s[index]) + time_s
             there_s = self._free_s[index] + self._hop_s
+        self._ends_s[microbatch.number] = self._free_s[-1]
         tokens = [1] * len(microbatch.sampling_rows)
         result = MicrobatchResult(microbatch.epoch, microbatch.number, tokens, [], [], sum(times_s), max(times_s))
         self._results.append((there_s, result))

@@ -103,8 +103,9 @@ class Worker:
         self._computing_s = self._slowest_s = 0.0
         self._is_stopping = self._is_started = False
         self._timer: ItemTimer | None = None
-        self._poller = zmq.Poller()
-        self._poller.register(control, zmq.POLLIN)
+        self._idle_poller, self._input_poller = zmq.Poller(), zmq.Poller()
+        for poller in (self._idle_poller, self._input_poller):
+            poller.register(control, zmq.POLLIN)
 
     def run(self) -> None:
         if self._config.calibration is not None:
@@ -218,13 +219,13 @@ class Worker:
         if self._config.input_address is not None:
             most_bytes = self._stage.max_input_bytes(self._config.max_num_batched_tokens)
             self._input = self._links.receiver(self._config.input_address, most_bytes)
-            self._poller.register(self._input, zmq.POLLIN)
+            self._input_poller.register(self._input, zmq.POLLIN)
         if self._config.output_address is not None:
             self._output = self._links.sender(self._config.output_address)
         if self._config.token_input_address is not None:
             most_bytes = max_token_frame_bytes(self._config.max_num_seqs)
             self._token_input = self._links.receiver(self._config.token_input_address, most_bytes)
-            self._poller.register(self._token_input, zmq.POLLIN)
+            self._input_poller.register(self._token_input, zmq.POLLIN)
         if self._config.token_output_address is not None:
             self._token_output = self._links.sender(self._config.token_output_address)
 
@@ -241,16 +242,19 @@ class Worker:
     def _wait_for_work(self) -> _Input | None:
         """Return when the oldest announced microbatch can run, with its input; None to stop."""
         while True:
-            can_run = bool(self._announced) and self._source is None
+            source = self._source
+            can_run = bool(self._announced) and source is None
             is_postponed = self._postponed is not None
-            ready = dict(self._poller.poll(0 if can_run or is_postponed else None))
+            # Input that nobody waits for yet must not end the waiting, or this would spin.
+            poller = self._idle_poller if source is None else self._input_poller
+            ready = dict(poller.poll(0 if can_run or is_postponed else None))
             if self._control in ready or is_postponed:
                 self._take_control()
                 if self._is_stopping:
                     return None
             elif can_run:
                 return _Input(token_ids=self._take_own_tokens())
-            if (source := self._source) is not None and source in ready:
+            if source is not None and source in ready:
                 prepared = self._announced[0].prepared
                 if source is self._token_input:
                     return _Input(token_ids=self._receive_tokens(prepared))
