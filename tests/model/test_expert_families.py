@@ -10,11 +10,17 @@ import torch
 
 from stageline import kernels
 from stageline.checkpoint import open_checkpoint
-from tests.model.chain import PROMPTS, Chain, cut, logits_in_mixed_batches, sequence
+from stageline.models.decoder import DecoderStage
+from tests.model.chain import CPU, PROMPTS, Chain, cut, logits_in_mixed_batches, sequence
 from tests.model.tiny_experts import EXPERT_FAMILIES
 from tests.tiny_models import load_reference, reference_logits
 
 CUTS = {1: cut(4), 2: cut(1, 3), 3: cut(1, 2, 1)}
+
+
+def has_kernels_for_all() -> bool:
+    library = kernels.library(CPU, torch.bfloat16)
+    return library is not None and library.has_fast_linear and not torch.cpu._is_amx_tile_supported()
 
 
 class Reference:
@@ -76,6 +82,13 @@ def test_without_kernels_torch_gives_the_same_logits(
     found = logits_in_mixed_batches(Chain(expected.path, CUTS[1]))
     for number in PROMPTS:
         assert_near(found[number], expected.logits[number])
+
+
+@pytest.mark.parametrize("family", EXPERT_FAMILIES)
+@pytest.mark.skipif(not has_kernels_for_all(), reason="on this machine linear layers are torch's")
+def test_blocks_are_recorded_as_one_program(family: str, reference: Callable[[str], Reference]) -> None:
+    stage: DecoderStage = Chain(reference(family).path, CUTS[1], torch.bfloat16).stages[0]
+    assert stage._recorded is not None
 
 
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)

@@ -14,8 +14,3 @@ def select_backend(device: torch.device) -> AttentionBackend:
     """The fastest backend that runs on `device`. On a CPU caches are bfloat16 or float32: float16 is not used there."""
     library = kernels.library(device, torch.bfloat16)
     return TorchPagedAttention(device) if library is None else CpuKernelAttention(library)
-
-
-def select_latent_backend(device: torch.device) -> AttentionBackend:
-    """The same for latent attention, whose cache of rows has one key head, and keys that are the values too."""
-    return TorchPagedAttention(device)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stageline.kernels import experts, gemm, quantized
+from stageline.kernels import experts, gemm, latent, quantized
 from stageline.kernels.program import Argument, Kernel, result
 from stageline.kernels.quantized import QuantizedKernels
 
@@ -33,14 +33,16 @@ _SIGNATURES: dict[str, list[Argument]] = {
     "attention": [_POINTER] * 8
     + [_SIZE, Argument.TABLE_WIDTH, Argument.NUM_ROWS]
     + [_SIZE] * 5
-    + [_FLOAT, _FLOAT, _POINTER, _FLAG, _POINTER],
+    + [_FLOAT, _FLOAT, _POINTER, _FLAG, _FLAG, _POINTER],
     **quantized.SIGNATURES,
     **gemm.SIGNATURES,
     **experts.SIGNATURES,
+    **latent.SIGNATURES,
 }
 _RECORDABLE = (
     "rms_norm", "activate_and_mul", "add", "scale", "normalize_heads", "rotate_and_store", "attention",
     *quantized.RECORDABLE, *gemm.RECORDABLE, *experts.RECORDABLE,
+    *latent.RECORDABLE,
 )  # fmt: skip
 
 
@@ -89,6 +91,7 @@ class CpuKernels:
         self._top_k = functions["top_k"]
         self.gemm = gemm.Gemm(functions)
         self.experts = experts.ExpertKernels(functions)
+        self.latent = latent.LatentKernels(functions)
         self._attention = functions["attention"]
         self.quantized = QuantizedKernels(*(functions[name] for name in quantized.SIGNATURES))
 
@@ -218,6 +221,7 @@ class CpuKernels:
         scratch: torch.Tensor,
         cap: float | None = None,
         sinks: torch.Tensor | None = None,
+        is_latent: bool = False,
     ) -> torch.Tensor:
         """Causal attention over the paged cache; `AttentionMetadata` has the arguments' shapes.
 
@@ -226,6 +230,7 @@ class CpuKernels:
             keys, values: the cache as `rotate_and_store` fills it.
             scratch: uint8, at least `attention_scratch_bytes`.
             cap, sinks: see `AttentionBackend.attend`.
+            is_latent: keys and values are the same rows, as `latent.store_rows` fills them.
         Returns: [tokens, num_heads, head_dim], contiguous.
         """
         num_tokens, num_heads, head_dim = queries.shape
@@ -237,7 +242,9 @@ class CpuKernels:
         num_rows = context_lens.shape[0]
         assert query_starts.shape == (num_rows + 1,) and block_tables.shape[0] == num_rows
         assert _all_contiguous(keys, values, query_starts, context_lens, block_tables)
-        assert scratch.numel() >= self.attention_scratch_bytes(num_heads, num_kv_heads, head_dim, queries.dtype)
+        shape = num_heads, num_kv_heads, head_dim, queries.dtype
+        assert scratch.numel() >= self.attention_scratch_bytes(*shape, is_latent)
+        assert not is_latent or keys.data_ptr() == values.data_ptr()
         assert cap is None or (cap > 0 and scale > 0)
         assert sinks is None or (sinks.shape == (num_heads,) and sinks.dtype == torch.float32 and sinks.is_contiguous())
         out = result((num_tokens, num_heads, head_dim), queries.dtype)
@@ -245,16 +252,18 @@ class CpuKernels:
             queries.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(), query_starts.data_ptr(),
             context_lens.data_ptr(), block_tables.data_ptr(), scratch.data_ptr(), queries.stride(0),
             block_tables.shape[1], num_rows, num_heads, num_kv_heads, head_dim, block_size, sliding_window or 0, scale,
-            cap or 0.0, None if sinks is None else sinks.data_ptr(), _is_bf16(queries), None,
+            cap or 0.0, None if sinks is None else sinks.data_ptr(), is_latent, _is_bf16(queries), None,
         )  # fmt: skip
         return out
 
-    def attention_scratch_bytes(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def attention_scratch_bytes(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, is_latent: bool = False
+    ) -> int:
         """Scratch that `attention` needs for heads of this shape, whatever the microbatch."""
         num_bytes = c_int64()
         self._attention.now(
             None, None, None, None, None, None, None, None, 0, 0, 0, num_heads, num_kv_heads, head_dim, 1, 0, 1.0,
-            0.0, None, int(dtype == torch.bfloat16), ctypes.addressof(num_bytes),
+            0.0, None, is_latent, int(dtype == torch.bfloat16), ctypes.addressof(num_bytes),
         )  # fmt: skip
         return num_bytes.value
 

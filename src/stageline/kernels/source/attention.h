@@ -14,6 +14,7 @@ namespace STAGELINE_VARIANT {
 constexpr int KEYS_AT_ONCE = 64;
 constexpr int GROUPS_AT_ONCE = KEYS_AT_ONCE / GROUP;
 constexpr int MAX_QUERIES_AT_ONCE = 42;  // three full tiles of rows
+constexpr int MAX_LATENT_QUERIES_AT_ONCE = 128;  // more, as each tile is packed first
 constexpr float NEVER = -3.0e38f;
 
 struct AttentionArguments {
@@ -36,6 +37,7 @@ struct AttentionArguments {
     float scale;
     float cap;           // scaled scores become cap * tanh(score / cap); 0 for none
     const float* sinks;  // [num_heads] a score that each head gives to nothing; null for none
+    bool is_latent;      // keys are values too (the same memory), one token behind the other as [block_size][head_dim]
 };
 
 template <class T>
@@ -46,9 +48,10 @@ class Attention {
 
     explicit Attention(const AttentionArguments& arguments) : args(arguments) {
         group = args.num_heads / args.num_kv_heads;
-        tokens_at_once = group < MAX_QUERIES_AT_ONCE ? MAX_QUERIES_AT_ONCE / group : 1;
+        const int64_t most = args.is_latent ? MAX_LATENT_QUERIES_AT_ONCE : MAX_QUERIES_AT_ONCE;
+        tokens_at_once = group < most ? most / group : 1;
         words = args.head_dim / PER_WORD;
-        lies_in_groups = is_in_groups(args.block_size, args.head_dim);
+        lies_in_groups = !args.is_latent && is_in_groups(args.block_size, args.head_dim);
         columns = (args.head_dim + GROUP - 1) / GROUP * GROUP;
         lay_out((char*)args.scratch);
     }

@@ -84,10 +84,12 @@ EXPORT(attention)
 (const void* queries, void* out, const void* keys, const void* values, const int32_t* query_starts,
  const int32_t* context_lens, const int32_t* block_tables, void* scratch, int64_t query_stride, int64_t table_stride,
  int64_t num_rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
- int64_t sliding_window, float scale, float cap, const float* sinks, int32_t is_bf16, int64_t* scratch_bytes) {
+ int64_t sliding_window, float scale, float cap, const float* sinks, int32_t is_latent,
+ int32_t is_bf16, int64_t* scratch_bytes) {
     AttentionArguments arguments = {queries,      out,          keys,       values,   query_starts, context_lens,
                                     block_tables, scratch,      query_stride, table_stride, num_rows, num_heads,
-                                    num_kv_heads, head_dim,     block_size, sliding_window, scale, cap, sinks};
+                                    num_kv_heads, head_dim,     block_size, sliding_window, scale, cap, sinks,
+                                    (bool)is_latent};
     if (is_bf16) {
         Attention<bf16> attention(arguments);
         if (scratch) return attention.run();
