@@ -17,14 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from stageline.cost.hardware import Device, HardwareTable, Link, check_hardware, shipped_hardware
 from stageline.errors import ConfigError
-
-_T = TypeVar("_T")
 
 _LARGEST_NUM_DEVICES = 4096
 _DEFAULT_LINK = "pcie4-x16"
@@ -98,13 +95,6 @@ def read_cluster(path: str) -> Cluster:
     return cluster_of(_decode(path), path)
 
 
-def read_hardware(path: str) -> HardwareTable:
-    """The shipped table with what a file adds: `devices` and `links` as in the shipped one. Raises: ConfigError."""
-    added = _decode_as(path, HardwareTable)
-    check_hardware(added, path)
-    return shipped_hardware().extended(added)
-
-
 def cluster_of(file: _ClusterFile, source: str) -> Cluster:
     """Raises: ConfigError."""
     added = HardwareTable(dict(file.devices), dict(file.links))
@@ -155,16 +145,12 @@ def _nodes_of(group: _NodeGroup, where: str, table: HardwareTable, first_index: 
 
 
 def _decode(path: str) -> _ClusterFile:
-    return _decode_as(path, _ClusterFile)
-
-
-def _decode_as(path: str, kind: type[_T]) -> _T:
     try:
         text = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
     decode = msgspec.toml.decode if path.endswith(".toml") else msgspec.yaml.decode
     try:
-        return decode(text, type=kind, strict=False)
+        return decode(text, type=_ClusterFile, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}; see docs/cost_model.md for what such a file holds") from error

@@ -3,16 +3,19 @@
 A unit is the devices of one stage. One idea: try a time T. A set of units, in the best order, reaches furthest into the
 model if every unit takes as many layers as it can within T and its memory; the furthest reach of a set is the best
 over which unit comes last. Units of one kind are interchangeable, so a set is a count per kind. The smallest T at which
-some set of the wanted size reaches the end is the best, exactly: it is one of the sums of consecutive layers' times.
+some set of the wanted size reaches the end is one of the sums of consecutive layers' times.
+
+That is exact where fewer stages would be slower. Where they would not, more stages force layers on units that are
+better left out, and the cut for exactly so many is good, not always the best.
 
 Source: the chains-to-chains partition problem on heterogeneous processors, dynamic programming over subsets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise, permutations
+from itertools import accumulate, pairwise, permutations
 
 import numpy as np
 import numpy.typing as npt
@@ -71,20 +74,31 @@ def best_unit_partition(kinds: Sequence[UnitKind], num_stages: int) -> UnitParti
         return None
     search = _Search(kinds, num_stages)
     times = search.candidates()
-    if search.order_at(int(times[-1])) is None:
+    # Whether fewer stages are enough only gets better with more time, so this search is exact.
+    found = _first(times, search.fewest_stages_at)
+    if found is None or len(found[1]) < num_stages:
+        found = _first(times, search.order_at)
+    if found is None:
+        return None
+    slowest, order = found
+    order, counts = search.tidied(order, slowest)
+    return UnitPartition(order, counts, float(slowest) * 1e-9)
+
+
+def _first(times: _Times, order_at: Callable[[int], tuple[int, ...] | None]) -> tuple[int, tuple[int, ...]] | None:
+    """The least time that has an order, by bisection, with that order; None if the largest has none."""
+    found = order_at(int(times[-1]))
+    if found is None:
         return None
     low, high = 0, len(times) - 1
     while low < high:
         middle = (low + high) // 2
-        if search.order_at(int(times[middle])) is None:
+        order = order_at(int(times[middle]))
+        if order is None:
             low = middle + 1
         else:
-            high = middle
-    slowest = int(times[low])
-    found = search.order_at(slowest)
-    assert found is not None, "the search ends at a time that works"
-    order, counts = search.tidied(found, slowest)
-    return UnitPartition(order, counts, float(slowest) * 1e-9)
+            high, found = middle, order
+    return int(times[low]), found
 
 
 class _Kind:
@@ -144,15 +158,20 @@ class _Search:
         return possible if len(possible) else times[:1] * 0
 
     def order_at(self, time: int) -> tuple[int, ...] | None:
-        """The kinds of the stages, in order, of a partition within this time; None if there is none."""
-        return self._free_order(time) if self._is_free else self._fixed_order(time)
+        """The kinds of the stages, in order, of a partition within this time; None if none is found."""
+        return self._free_order(time, self._num_stages) if self._is_free else self._fixed_order(time)
 
-    def _furthest(self, time: int, stages_before: int) -> list[npt.NDArray[np.int64]]:
+    def fewest_stages_at(self, time: int) -> tuple[int, ...] | None:
+        """The same with as few stages as are enough, at most those that are wanted."""
+        return self._free_order(time, 1) if self._is_free else self._fixed_order(time)
+
+    def _furthest(self, time: int, num_to_come: int) -> list[npt.NDArray[np.int64]]:
         """Per kind [layers + 1]: where a stage that begins at a layer ends at most; 0 if it cannot take one.
 
-        Each stage to come is left a layer.
+        Args:
+            num_to_come: stages after it, each of which is left a layer.
         """
-        most = self._num_layers - (self._num_stages - 1 - stages_before)
+        most = self._num_layers - num_to_come
         ends = np.arange(self._num_layers + 1)
         allowed = np.where(ends <= most, ends, 0)[None, :]
         return [np.where(times <= time, allowed, 0).max(axis=1) for times in self._middle]
@@ -161,24 +180,26 @@ class _Search:
         """Per kind [layers + 1]: whether a last stage can begin at a layer."""
         return [times[:, self._num_layers] <= time for times in self._last]
 
-    def _free_order(self, time: int) -> tuple[int, ...] | None:
+    def _free_order(self, time: int, fewest: int) -> tuple[int, ...] | None:
+        """Of the numbers of stages from `fewest` on, the first that works."""
         reach = np.full(len(self._levels), -1, dtype=np.int64)
         before = np.full(len(self._levels), -1, dtype=np.int64)
         reach[0] = 0
-        for level in range(self._num_stages - 1):
-            furthest = self._furthest(time, level)
+        ends = self._ends(time)
+        for level in range(self._num_stages):
             states = np.flatnonzero((self._levels == level) & (reach >= 0))
+            if level + 1 >= fewest:
+                for kind, can_end in enumerate(ends):
+                    usable = states[(self._digits[kind][states] < self._counts[kind]) & can_end[reach[states]]]
+                    if len(usable):
+                        return self._way_to(int(usable[0]), before, kind)
+            furthest = self._furthest(time, max(1, fewest - 1 - level))
             for kind, (digits, stride) in enumerate(zip(self._digits, self._strides, strict=True)):
                 usable = states[digits[states] < self._counts[kind]]
                 end = furthest[kind][reach[usable]]
                 targets = usable + stride
                 better = (end > reach[targets]) & (end > 0)
                 reach[targets[better]], before[targets[better]] = end[better], kind
-        states = np.flatnonzero((self._levels == self._num_stages - 1) & (reach >= 0))
-        for kind, can_end in enumerate(self._ends(time)):
-            usable = states[(self._digits[kind][states] < self._counts[kind]) & can_end[reach[states]]]
-            if len(usable):
-                return self._way_to(int(usable[0]), before, kind)
         return None
 
     def _way_to(self, state: int, before: npt.NDArray[np.int64], last: int) -> tuple[int, ...]:
@@ -192,7 +213,7 @@ class _Search:
         order = [kind for kind, count in enumerate(self._counts) for _ in range(count)][: self._num_stages]
         position = 0
         for stage, kind in enumerate(order[:-1]):
-            position = int(self._furthest(time, stage)[kind][position])
+            position = int(self._furthest(time, len(order) - 1 - stage)[kind][position])
             if not position:
                 return None
         return tuple(order) if self._ends(time)[order[-1]][position] else None
@@ -203,7 +224,7 @@ class _Search:
         Units of one kind are often in one node: hops between them are short, and its stages follow one another.
         """
         kinds = sorted(set(order))
-        grouped = islice(permutations(kinds), _MOST_ORDERS)
+        grouped = permutations(kinds) if self._is_free and len(kinds) <= _MOST_GROUPED else ()
         orders = [tuple(kind for kind in kinds for _ in range(order.count(kind))) for kinds in grouped]
         cuts = [(cut, tidy) for tidy in orders if (cut := self._most_even_cut(tidy, slowest)) is not None]
         if not cuts:
@@ -239,4 +260,4 @@ class _Search:
 
 _NEVER = np.iinfo(np.int64).max // 4
 _TIE = 1e-9
-_MOST_ORDERS = 24
+_MOST_GROUPED = 4
