@@ -8,7 +8,9 @@ from stageline.engine.events import EngineEvent
 from stageline.engine.stats import INTER_TOKEN_BOUNDS_S, TTFT_BOUNDS_S
 from stageline.server.debug import Timeline
 from stageline.server.pipeline_view import (
+    JourneyView,
     KVView,
+    LatencyView,
     LinkView,
     PipelineView,
     QueueView,
@@ -54,6 +56,14 @@ def _stage(index: int, num_stages: int) -> StageView:
     )
 
 
+def _latency(total_s: float, num_stages: int) -> LatencyView:
+    part_s = total_s / (4 * num_stages)
+    return LatencyView(
+        total_s=total_s, engine_s=total_s / 8, hops_s=[part_s / 2] * num_stages, queues_s=[part_s] * num_stages,
+        stages_s=[2 * part_s] * num_stages, sampling_s=0.0,
+    )  # fmt: skip
+
+
 def made_up_view(num_stages: int) -> bytes:
     slowest = num_stages // 2
     view = PipelineView(
@@ -73,6 +83,11 @@ def made_up_view(num_stages: int) -> bytes:
         stages=[_stage(index, num_stages) for index in range(num_stages)],
         slowest_stage=slowest,
         bubble_fraction=0.3,
+        ttft=_latency(0.3, num_stages),
+        itl=_latency(0.04, num_stages),
+        journeys=[
+            JourneyView(request_id=f"made-up-{number}", ttft=_latency(0.3, num_stages), itl=None) for number in range(8)
+        ],
         advice=[f"slowest stage: s{slowest} (+18%); try --pp-layer-partition auto"],
         events=[EngineEvent(1, NOW_S - 5, "preemption", "preempted: <b>the KV cache is full</b>", None, 3)],
     )  # fmt: skip

@@ -10,12 +10,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Literal
 
 from stageline.engine.startup_table import format_bytes
 from stageline.kv.kv_plan import KVPlan
 from stageline.pipeline.partition_by_cost import ItemCosts, StageRoom, partition_by_cost, stage_times_s
 from stageline.timeline.analysis import PipelineReport
 from stageline.timeline.journeys import Journey, LatencySplit, mean_split
+
+AdviceKind = Literal["concurrency", "slowest_stage", "links", "prompts", "kv_cache"]
+
+_LOOKS_TO_BE_TOLD, _LOOKS_TO_BE_FORGOTTEN = 2, 4
 
 _SLOWER_FRACTION = 0.05
 _GAIN_FRACTION = 0.03
@@ -44,19 +49,51 @@ class RunFacts:
     kv_plan: KVPlan | None = None
 
 
-def advise(facts: RunFacts) -> list[str]:
-    """Sentences, the most useful first; none if there is nothing to say."""
+@dataclass(frozen=True)
+class Advice:
+    """One sentence. `subject` is the stage or link it is about: what stays the same while its numbers vary."""
+
+    kind: AdviceKind
+    subject: str
+    text: str
+
+
+def advise(facts: RunFacts) -> list[Advice]:
+    """The most useful first; none if there is nothing to say."""
     split = mean_split(facts.journeys, len(facts.layer_counts))
     if split is None:
         return []
-    on_time = (_on_concurrency(facts, split), _on_slowest_stage(facts), _on_links(split), _on_prefill(facts))
-    return [line for line in (*on_time, _on_kv(facts)) if line]
+    found = (
+        _on_concurrency(facts, split), _on_slowest_stage(facts), _on_links(split), _on_prefill(facts), _on_kv(facts),
+    )  # fmt: skip
+    return [advice for advice in found if advice is not None]
 
 
-def _on_slowest_stage(facts: RunFacts) -> str:
+class NewAdvice:
+    """Which advice should be logged: what was found twice in a row, once, and again only after it was gone."""
+
+    def __init__(self) -> None:
+        self._num_looks: dict[tuple[AdviceKind, str], int] = {}
+        self._told: set[tuple[AdviceKind, str]] = set()
+
+    def among(self, found: Sequence[Advice]) -> list[Advice]:
+        """Args: found: at this look. Returns: what is new."""
+        present = {(advice.kind, advice.subject): advice for advice in found}
+        for key in present.keys() | self._num_looks.keys():
+            looks = self._num_looks.get(key, 0) + (1 if key in present else -1)
+            self._num_looks[key] = min(looks, _LOOKS_TO_BE_FORGOTTEN)
+            if looks <= 0:
+                del self._num_looks[key]
+                self._told.discard(key)
+        new = [key for key in present if self._num_looks[key] >= _LOOKS_TO_BE_TOLD and key not in self._told]
+        self._told.update(new)
+        return [present[key] for key in new]
+
+
+def _on_slowest_stage(facts: RunFacts) -> Advice | None:
     """Which stage sets the pace, by how much, why, and a partition that evens it out."""
     if len(facts.layer_counts) < 2:
-        return ""
+        return None
     decodes = [journey for journey in facts.journeys if not journey.has_prompt_tokens] or list(facts.journeys)
     times_s = [
         fmean(journey.computed[stage][1] - journey.computed[stage][0] for journey in decodes)
@@ -65,14 +102,16 @@ def _on_slowest_stage(facts: RunFacts) -> str:
     slowest = max(range(len(times_s)), key=times_s.__getitem__)
     others_s = fmean(time_s for stage, time_s in enumerate(times_s) if stage != slowest)
     if others_s <= 0 or times_s[slowest] < others_s * (1 + _SLOWER_FRACTION):
-        return ""
+        return None
     sampled = [journey.segments[-1] for journey in decodes if journey.segments[-1].cause == "sampling"]
     sampling_s = sum(segment.end_s - segment.start_s for segment in sampled) / len(decodes)
     is_last = slowest == len(times_s) - 1
     head = f": LM head {sampling_s / times_s[slowest]:.0%} of its time" if is_last and sampling_s > 0 else ""
     line = f"slowest stage: s{slowest} (+{times_s[slowest] / others_s - 1:.0%}){head}"
     better = _better_counts(times_s, sampling_s, facts.layer_counts)
-    return f"{line}; try --pp-layer-partition {','.join(map(str, better))} or auto" if better else line
+    if better:
+        line += f"; try --pp-layer-partition {','.join(map(str, better))} or auto"
+    return Advice("slowest_stage", f"s{slowest}", line)
 
 
 def _better_counts(times_s: Sequence[float], sampling_s: float, counts: Sequence[int]) -> tuple[int, ...] | None:
@@ -90,68 +129,74 @@ def _better_counts(times_s: Sequence[float], sampling_s: float, counts: Sequence
     return better if gain >= _GAIN_FRACTION else None
 
 
-def _on_concurrency(facts: RunFacts, split: LatencySplit) -> str:
+def _on_concurrency(facts: RunFacts, split: LatencySplit) -> Advice | None:
     """Too few requests to keep every stage busy, and how many would."""
     if facts.num_requests is None or facts.report.window_s <= 0:
-        return ""
+        return None
     underfilled = fmean(stage.underfilled_s / stage.window_s for stage in facts.report.stages)
     if underfilled < _UNDERFILLED_FRACTION:
-        return ""
+        return None
     slowest_s = max(
         stage_s + split.sampling_s * (stage == len(split.stages_s) - 1) for stage, stage_s in enumerate(split.stages_s)
     )
     ring_s = split.total_s - sum(split.queues_s)
     needed = math.ceil(ring_s / slowest_s) if slowest_s > 0 else 0
     if facts.num_requests >= needed:
-        return ""
-    return (
+        return None
+    return Advice(
+        "concurrency", "",
         f"too few requests to fill the pipeline: {facts.num_requests} at once leave the stages idle {underfilled:.0%} "
-        f"of the time; {needed} or more would fill it"
-    )
+        f"of the time; {needed} or more would fill it",
+    )  # fmt: skip
 
 
-def _on_links(split: LatencySplit) -> str:
+def _on_links(split: LatencySplit) -> Advice | None:
     """The time between stages outweighs what they compute."""
     hops_s = split.hops_s[1:]
     ring_s = split.total_s - sum(split.queues_s)
     if ring_s <= 0 or not hops_s or sum(hops_s) < ring_s * _HOPS_FRACTION:
-        return ""
+        return None
     slowest = max(range(len(hops_s)), key=hops_s.__getitem__)
-    return (
-        f"links take {sum(hops_s) / ring_s:.0%} of a microbatch's way, most of it s{slowest} -> s{slowest + 1} with "
-        f"{hops_s[slowest] * 1000:.1f} ms; more requests at once and a larger --max-microbatches-in-flight hide it"
-    )
+    link = f"s{slowest} -> s{slowest + 1}"
+    return Advice(
+        "links", link,
+        f"links take {sum(hops_s) / ring_s:.0%} of a microbatch's way, most of it {link} with "
+        f"{hops_s[slowest] * 1000:.1f} ms; more requests at once and a larger --max-microbatches-in-flight hide it",
+    )  # fmt: skip
 
 
-def _on_prefill(facts: RunFacts) -> str:
+def _on_prefill(facts: RunFacts) -> Advice | None:
     """Chunks of prompts stretch the steps of everyone who is decoding."""
+
     def slowest_s(journey: Journey) -> float:
         return max(end_s - start_s for start_s, end_s in journey.computed)
 
     mixed = [slowest_s(j) for j in facts.journeys if j.has_prompt_tokens and j.num_rows > 1]
     plain = [slowest_s(j) for j in facts.journeys if not j.has_prompt_tokens]
     if not mixed or not plain:
-        return ""
+        return None
     stretch, share = median(mixed) / median(plain), len(mixed) / len(facts.journeys)
     if stretch < _PREFILL_STRETCH or share < _PREFILL_SHARE:
-        return ""
-    return (
+        return None
+    return Advice(
+        "prompts", "",
         f"prompts starve decodes: {share:.0%} of the microbatches carry prompt chunks and take {stretch:.1f} times as "
         f"long ({median(mixed) * 1000:.0f} instead of {median(plain) * 1000:.0f} ms); lower "
-        "--long-prefill-token-threshold or --max-num-batched-tokens"
-    )
+        "--max-decode-slowdown or --max-num-batched-tokens",
+    )  # fmt: skip
 
 
-def _on_kv(facts: RunFacts) -> str:
+def _on_kv(facts: RunFacts) -> Advice | None:
     """One stage's KV cache decides for all, and others could hold much more."""
     plan = facts.kv_plan
     if plan is None or plan.limiting_stage is None or len(plan.stages) < 2:
-        return ""
+        return None
     unused = sum(stage.unused_bytes for stage in plan.stages)
     available = sum(stage.available_bytes for stage in plan.stages)
     if available <= 0 or unused < available * _UNUSED_KV_FRACTION:
-        return ""
-    return (
+        return None
+    return Advice(
+        "kv_cache", f"s{plan.limiting_stage}",
         f"KV cache of s{plan.limiting_stage} limits the rest: the other stages leave {format_bytes(unused)} "
-        f"({unused / available:.0%}) unused; give it fewer layers or more memory (--kv-cache-memory takes a list)"
-    )
+        f"({unused / available:.0%}) unused; give it fewer layers or more memory (--kv-cache-memory takes a list)",
+    )  # fmt: skip

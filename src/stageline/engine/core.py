@@ -8,6 +8,7 @@ Nothing polls, nothing sleeps, no empty microbatch is ever sent.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import zmq
@@ -24,8 +25,12 @@ from stageline.pipeline.item_times import StageItemTimes
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.scheduler.scheduler import Scheduler
 from stageline.timeline.recorder import Recorder
+from stageline.timeline.request_journeys import RequestTrace
 from stageline.timeline.span import Span
 from stageline.timeline.stage_counters import StageCounters
+
+_MOST_TRACES = 32
+"""Of requests that ended, and of ones that run."""
 
 
 class EngineCore:
@@ -53,6 +58,7 @@ class EngineCore:
         self._num_preemptions = 0
         self._balancer = balancer
         self._counters: list[StageCounters] | None = None
+        self._traces: deque[RequestTrace] = deque(maxlen=_MOST_TRACES)
 
     @property
     def has_work(self) -> bool:
@@ -128,6 +134,7 @@ class EngineCore:
         # The stages get their next work before anybody counts the news, sends them, or turns them into text.
         self._fill_window()
         updates = [one.update(now_s) for one in news]
+        self._traces.extend(one.request.trace for one in news if one.finish_reason is not None)
         self._stats.completed(microbatch, now_s - self._launched_s.pop(microbatch.number), result.computing_s)
         self._stats.updated(updates)
         if self._balancer is not None and self._balancer.is_due(now_s):
@@ -271,6 +278,7 @@ class EngineCore:
             self._in_flight.microbatches,
             counters,
             self._events.newest_first(),
+            [*self._traces, *scheduler.traces(_MOST_TRACES)],
         )
 
     def close(self) -> None:

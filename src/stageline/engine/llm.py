@@ -179,7 +179,8 @@ class LLM:
         num_stages = self.config.pipeline_parallel_size
         counts = [len(stage.layers) for stage in self.partition]
         report = analyse(spans, num_stages)
-        return advise(RunFacts(report, journeys(spans, num_stages), counts, num_requests, self.kv_plan))
+        facts = RunFacts(report, journeys(spans, num_stages), counts, num_requests, self.kv_plan)
+        return [advice.text for advice in advise(facts)]
 
     def item_times(self) -> list[StageItemTimes]:
         """What every item of each stage took since this was called before; the first call turns timing on."""

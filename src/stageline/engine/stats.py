@@ -18,6 +18,7 @@ from stageline.outputs import FinishReason
 from stageline.pipeline.microbatch import Microbatch
 from stageline.request import EngineRequest, RequestUpdate
 from stageline.timeline.histogram import Histogram, HistogramCounter
+from stageline.timeline.request_journeys import RequestTrace
 from stageline.timeline.stage_counters import (
     MICROBATCH_KINDS,
     STEP_BOUNDS_S,
@@ -154,7 +155,11 @@ class ProcessUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot. `now_s` and `started_s` are on the engine's clock; `stages` is in order, `events` newest first."""
+    """A snapshot. `now_s` and `started_s` are on the engine's clock; `stages` is in order, `events` newest first.
+
+    Args:
+        traces: of requests that ended lately, and of some that run.
+    """
 
     started_s: float
     now_s: float
@@ -165,6 +170,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     microbatches: MicrobatchStats
     stages: list[StageCounters]
     events: list[EngineEvent] = []
+    traces: list[RequestTrace] = []
 
 
 @dataclass
@@ -281,6 +287,7 @@ class StatsCollector:
         in_flight: Iterable[Microbatch],
         stages: Sequence[StageCounters],
         events: Sequence[EngineEvent] = (),
+        traces: Sequence[RequestTrace] = (),
     ) -> EngineStats:
         """Everything counted so far, beside what its owners tell of now."""
         return EngineStats(
@@ -302,6 +309,7 @@ class StatsCollector:
             ),
             stages=sorted(stages, key=lambda stage: stage.stage_index),
             events=list(events),
+            traces=list(traces),
         )
 
     def _requests(self) -> RequestStats:

@@ -168,7 +168,8 @@ def as_profile(proposal: Proposal, config: EngineConfig, checkpoint: Checkpoint)
 def advice_on(trial: Trial, load: DecodeLoad, kv_plan: KVPlan | None = None) -> list[str]:
     """What the partition's last run says should be changed."""
     run = trial.runs[-1]
-    return advise(RunFacts(run.report, run.journeys, trial.counts, load.num_requests, kv_plan))
+    facts = RunFacts(run.report, run.journeys, trial.counts, load.num_requests, kv_plan)
+    return [advice.text for advice in advise(facts)]
 
 
 def has_room_for_another(llm: LLM) -> bool:

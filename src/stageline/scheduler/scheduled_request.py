@@ -10,6 +10,7 @@ from stageline.outputs import FinishReason
 from stageline.pipeline.microbatch import PromptLogprobs
 from stageline.request import EngineRequest
 from stageline.sampling import TokenLogprobs
+from stageline.timeline.request_journeys import Carriers, RequestTrace
 
 Rank = tuple[int, ...]
 """Smaller comes first; no two requests have the same."""
@@ -43,6 +44,7 @@ class ScheduledRequest:
     num_described_tokens: int = 1
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    carriers: Carriers = field(default_factory=Carriers)
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
 
@@ -93,6 +95,18 @@ class ScheduledRequest:
         new = described.positions[num_known:]
         self.num_described_tokens += len(new)
         return new
+
+    @property
+    def trace(self) -> RequestTrace:
+        """Where it has been, for whoever looks where its time goes."""
+        return RequestTrace(
+            self.asked.request_id,
+            self.asked.arrival_s,
+            self.first_scheduled_s,
+            self.first_token_s,
+            list(self.carriers.first),
+            list(self.carriers.recent),
+        )
 
     def stop_cause(self, token_id: int) -> tuple[FinishReason, int | None] | None:
         """(finish reason, stop reason) if the request ends with this token as its latest, else None."""

@@ -10,6 +10,7 @@ from the last one. A new prompt then waits for one microbatch more than without;
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 from stageline.errors import InternalError, RequestError
 from stageline.grammar.mask_pool import MaskPool
@@ -36,6 +37,7 @@ from stageline.scheduler.pace import Pace
 from stageline.scheduler.running_requests import RunningRequests
 from stageline.scheduler.scheduled_request import Rank, ScheduledRequest
 from stageline.scheduler.waiting_queue import WaitingQueue
+from stageline.timeline.request_journeys import RequestTrace
 
 
 class Scheduler:
@@ -129,6 +131,10 @@ class Scheduler:
     def num_used_blocks(self) -> int:
         """Blocks that some request refers to; cached ones that nobody uses are free."""
         return self._kv.num_blocks - self._kv.num_free_blocks
+
+    def traces(self, most: int) -> list[RequestTrace]:
+        """Of some requests that are running."""
+        return [request.trace for request in islice(self._running, most)]
 
     def add(self, asked: EngineRequest) -> None:
         """Queue a request. Raises: RequestError if it can never fit, with the numbers."""
@@ -361,6 +367,7 @@ class Scheduler:
     def _count_row(self, request: ScheduledRequest, num_tokens: int) -> None:
         request.num_computed_tokens += num_tokens
         request.num_in_flight += 1
+        request.carriers.add(self._next_microbatch)
         self._running.sort_in(request)
 
     def _publish_blocks(self, request: ScheduledRequest) -> None:

@@ -7,23 +7,25 @@ seconds, made here from spans. Whoever wants rates takes the difference of two v
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 import stageline
-from stageline.engine.advice import RunFacts, advise
+from stageline.engine.advice import Advice, RunFacts, advise
 from stageline.engine.async_llm import AsyncLLM
 from stageline.engine.events import EngineEvent
 from stageline.engine.stats import EngineStats
 from stageline.timeline.analysis import StageReport, analyse
 from stageline.timeline.histogram import Histogram
-from stageline.timeline.journeys import journeys
+from stageline.timeline.journeys import Journey, LatencySplit, journeys
+from stageline.timeline.request_journeys import RequestTrace, mean_of, split_itl, split_ttft
 from stageline.timeline.span import Span
 from stageline.timeline.stage_counters import LinkCounters, StageCounters
 
 _DIAGNOSED_S = 8.0
 _FRESH_S = 2.0
+_MOST_JOURNEYS = 8
 _MOST_SPANS = 12_000
 """That one diagnosis looks at; it takes some tens of milliseconds."""
 
@@ -135,12 +137,52 @@ class RequestTotals(msgspec.Struct, kw_only=True):
     itl_s: Histogram
 
 
+class LatencyView(msgspec.Struct, kw_only=True):
+    """What a time was spent on; the parts sum to `total_s`.
+
+    Args:
+        engine_s: not scheduled yet, or the token was on its way back.
+        hops_s: [stages] on the way to each. queues_s: [stages] waiting there for other microbatches.
+        stages_s: [stages] computed by each, without sampling.
+    """
+
+    total_s: float
+    engine_s: float
+    hops_s: list[float]
+    queues_s: list[float]
+    stages_s: list[float]
+    sampling_s: float
+
+    @classmethod
+    def of(cls, split: LatencySplit | None) -> LatencyView | None:
+        if split is None:
+            return None
+        return cls(
+            total_s=split.total_s,
+            engine_s=split.engine_s,
+            hops_s=list(split.hops_s),
+            queues_s=list(split.queues_s),
+            stages_s=list(split.stages_s),
+            sampling_s=split.sampling_s,
+        )
+
+
+class JourneyView(msgspec.Struct, kw_only=True):
+    """One request's time to its first token and between its newest ones; None where the spans do not reach back."""
+
+    request_id: str
+    ttft: LatencyView | None
+    itl: LatencyView | None
+
+
 class PipelineView(msgspec.Struct, kw_only=True):
     """Args:
     now_s, started_s: on the engine's clock, which the timeline's spans and `events` share.
     slowest_stage: that computed longest in the diagnosed seconds; None if nothing ran.
     bubble_fraction: of all stages' time in the diagnosed seconds; 0 if nothing ran.
     advice: what should be changed, most useful first.
+    ttft, itl: what these times were spent on, the mean of the requests of the diagnosed seconds; None if there are none.
+    journeys: of some of these requests, the newest last.
     events: newest first.
     """
 
@@ -157,6 +199,9 @@ class PipelineView(msgspec.Struct, kw_only=True):
     slowest_stage: int | None
     bubble_fraction: float
     advice: list[str]
+    ttft: LatencyView | None
+    itl: LatencyView | None
+    journeys: list[JourneyView]
     events: list[EngineEvent]
 
 
@@ -165,7 +210,10 @@ class Diagnosis:
     """What the spans of some seconds say. `stages` is empty if nothing ran."""
 
     stages: tuple[StageReport, ...]
-    advice: list[str]
+    advice: list[Advice]
+    ttft: LatencySplit | None = None
+    itl: LatencySplit | None = None
+    journeys: tuple[JourneyView, ...] = ()
 
 
 class Diagnoser:
@@ -199,7 +247,25 @@ def diagnose(spans: list[Span], stats: EngineStats, num_requests: int) -> Diagno
         return Diagnosis((), [])
     layer_counts = [stage.end_layer - stage.first_layer for stage in facts.stages]
     whole = journeys(spans, num_stages)
-    return Diagnosis(report.stages, advise(RunFacts(report, whole, layer_counts, num_requests, facts.kv_plan)))
+    advice = advise(RunFacts(report, whole, layer_counts, num_requests, facts.kv_plan))
+    return _with_journeys(Diagnosis(report.stages, advice), whole, stats.traces, num_stages)
+
+
+def _with_journeys(
+    diagnosis: Diagnosis, whole: list[Journey], traces: list[RequestTrace], num_stages: int
+) -> Diagnosis:
+    found = {journey.microbatch: journey for journey in whole}
+    splits = [(trace, split_ttft(trace, found, num_stages), split_itl(trace, found, num_stages)) for trace in traces]
+    told = [split for split in splits if split[1] is not None or split[2] is not None]
+    return replace(
+        diagnosis,
+        ttft=mean_of([ttft for _, ttft, _ in told if ttft is not None]),
+        itl=mean_of([itl for _, _, itl in told if itl is not None]),
+        journeys=tuple(
+            JourneyView(request_id=trace.request_id, ttft=LatencyView.of(ttft), itl=LatencyView.of(itl))
+            for trace, ttft, itl in told[-_MOST_JOURNEYS:]
+        ),
+    )
 
 
 def pipeline_view(model: str, stats: EngineStats, diagnosis: Diagnosis) -> PipelineView:
@@ -240,7 +306,10 @@ def pipeline_view(model: str, stats: EngineStats, diagnosis: Diagnosis) -> Pipel
         stages=[_stage_view(stats, counters, reports.get(counters.stage_index)) for counters in stats.stages],
         slowest_stage=max(reports.values(), key=lambda one: one.busy_s).stage_index if reports else None,
         bubble_fraction=sum(one.bubble_fraction for one in reports.values()) / max(1, len(reports)),
-        advice=diagnosis.advice,
+        advice=[advice.text for advice in diagnosis.advice],
+        ttft=LatencyView.of(diagnosis.ttft),
+        itl=LatencyView.of(diagnosis.itl),
+        journeys=list(diagnosis.journeys),
         events=stats.events,
     )
 
