@@ -82,6 +82,14 @@ def fp8_blocks(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
     return {"weight": numbers, "weight_scale_inv": scales}, numbers.float() * wide
 
 
+def fp8_powers(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
+    """Scales that are powers of two, in a byte each."""
+    stored, _ = fp8_blocks(rows, columns)
+    scales = stored["weight_scale_inv"].to(torch.float8_e8m0fnu)
+    wide = scales.float().repeat_interleave(24, 0)[:rows].repeat_interleave(40, 1)[:, :columns]
+    return {**stored, "weight_scale_inv": scales}, stored["weight"].float() * wide
+
+
 def fp8_channels(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
     numbers, scales = noise(rows, columns).to(torch.float8_e4m3fn), noise(rows, 1).abs().bfloat16()
     return {"weight": numbers, "weight_scale": scales, "input_scale": torch.ones(1)}, numbers.float() * scales.float()
@@ -135,6 +143,7 @@ FORMATS = {
         {"quant_method": "gptq", "bits": 4, "desc_act": True}, lambda *shape: gptq(*shape, is_shuffled=True)
     ),
     "fp8 in blocks": Format({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [24, 40]}, fp8_blocks),
+    "fp8 with powers of two": Format({"quant_method": "fp8", "weight_block_size": [24, 40]}, fp8_powers),
     "fp8 per tensor": Format({"quant_method": "fp8"}, fp8_tensor),
     "compressed fp8 per row": Format(compressed("float", 8, strategy="channel"), fp8_channels),
     "compressed int8 per row": Format(compressed("int", 8, strategy="channel"), int8_channels),
@@ -219,6 +228,16 @@ def test_numbers_without_scales_are_refused_when_the_model_is_opened(tmp_path: P
     del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight.*scales"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_numbers_of_another_type_are_refused_when_the_model_is_opened(tmp_path: Path) -> None:
+    quantised(tmp_path, FORMATS["fp8 in blocks"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e5m2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight is of type F8_E5M2.*F8_E4M3"):
         open_checkpoint(str(tmp_path))
 
 

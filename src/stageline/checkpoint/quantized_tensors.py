@@ -40,6 +40,7 @@ def join_quantized(tensors: Mapping[str, TensorEntry], quantization: Quantizatio
             if entry.encoding in ("BF16", "F16", "F32"):
                 continue  # left as it was
             raise CheckpointError(f"{entry.file}: tensor {name} is quantised, but there are no scales for it")
+        _check_parts(parts, quantization)
         logical = base + ("" if quantization.method == QuantizationMethod.MXFP4 else ".weight")
         joined[logical] = replace(
             entry,
@@ -56,6 +57,15 @@ def join_quantized(tensors: Mapping[str, TensorEntry], quantization: Quantizatio
     return {**kept, **joined}
 
 
+# Types of the numbers, and of what comes with them.
+_NUMBERS: dict[QuantizationMethod, tuple[str, ...]] = {
+    QuantizationMethod.FP8: ("F8_E4M3",),
+    QuantizationMethod.COMPRESSED_TENSORS: ("I32", "I8", "F8_E4M3"),
+    QuantizationMethod.AWQ: ("I32",),
+    QuantizationMethod.GPTQ: ("I32",),
+    QuantizationMethod.MXFP4: ("U8",),
+}
+_OTHERS = ("F32", "F16", "BF16", "F8_E8M0", "I32", "I64", "I8", "U8")
 _OTHER_SUFFIXES: dict[QuantizationMethod, dict[str, tuple[str, ...]]] = {
     QuantizationMethod.FP8: {"scales": (".weight_scale_inv", ".weight_scale")},
     QuantizationMethod.COMPRESSED_TENSORS: {
@@ -76,6 +86,16 @@ def _other_parts(tensors: Mapping[str, TensorEntry], base: str, method: Quantiza
             if base + suffix in tensors:
                 found[part] = tensors[base + suffix]
     return found
+
+
+def _check_parts(parts: Parts, quantization: Quantization) -> None:
+    for part, entry in parts.items():
+        supported = _NUMBERS[quantization.method] if part == "numbers" else _OTHERS
+        if entry.encoding not in supported:
+            raise CheckpointError(
+                f"{entry.file}: tensor {entry.name} is of type {entry.encoding}, which is not supported for "
+                f"{quantization.method.value}; supported are {', '.join(supported)}"
+            )
 
 
 def _as_stored(entry: TensorEntry, bits: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ RAW_DTYPES: dict[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I8": torch.int8,
     "U8": torch.uint8,
     "I32": torch.int32,

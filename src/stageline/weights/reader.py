@@ -146,11 +146,6 @@ class CheckpointReader:
         return tensor
 
     def _read_raw(self, entry: TensorEntry) -> torch.Tensor:
-        if entry.encoding not in RAW_DTYPES:
-            raise CheckpointError(
-                f"{entry.file}: tensor {entry.name} is of type {entry.encoding}, which is not supported in a quantised "
-                f"matrix; supported are {', '.join(RAW_DTYPES)}"
-            )
         return self._read_direct(entry, RAW_DTYPES[entry.encoding]).view(entry.shape)
 
     def _missing(self, name: str) -> CheckpointError:
@@ -227,6 +222,9 @@ def undo_rope_interleaving(tensor: torch.Tensor, num_heads: int, rotary_dim: int
 def part_of(entry: TensorEntry, index: int) -> TensorEntry:
     """The entry of what lies at `index` along the first dimension; of a quantised tensor, of all its parts."""
     count, *shape = entry.shape
+    if any(part.shape[:1] != entry.shape[:1] for part in entry.parts.values()):
+        shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in entry.parts.items())
+        raise CheckpointError(f"{entry.file}: the parts of {entry.name} do not fit together: {shapes}")
     num_bytes = entry.num_bytes // count
     parts = {name: part_of(part, index) for name, part in entry.parts.items()}
     return replace(
