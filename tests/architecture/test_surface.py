@@ -84,6 +84,11 @@ WITHOUT_ENGINE_FLAGS = {
         --timeout-s
     """),
     "key new": ["--out"],
+    "plan": _words("""
+        --cluster --concurrency --data-parallel-size --kv-cache-dtype --list --max-num-batched-tokens --memory-fraction
+        --min-tokens-per-s --objective --output-tokens --pareto --pipeline-parallel-size --prompt-tokens --table
+        --tensor-parallel-size --top --weights --yaml -dp -pp -tp
+    """),
     "probe": ["--cluster-key-file", "--insecure", "--interface", "--json", "--listen", "--port"],
     "timeline": ["--api-key", "--ca-file", "--chrome", "--png", "--save", "--seconds", "--url", "--width"],
 }

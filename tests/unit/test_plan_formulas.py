@@ -7,6 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from stageline.cost.communication import all_reduce_s, gather_s, hop_bytes, hop_s
 from stageline.cost.hardware import Device, Link, MatmulRate, shipped_hardware
@@ -166,8 +167,6 @@ def test_few_rows_take_the_reading_of_weights_and_many_the_computing() -> None:
 
 
 def test_measured_rates_replace_the_roofline_and_are_interpolated_between() -> None:
-    from msgspec.structs import replace
-
     rates = (MatmulRate(1, 100.0), MatmulRate(4, 300.0))
     where = StageDevices(replace(DEVICE, matmul_rates=rates), 1, LINK)
     item = ItemShape(num_dense=50.0)

@@ -1,0 +1,72 @@
+"""`stageline plan` as it is typed: what it prints and writes, and one line for what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stageline.cli.main import main
+from tests.unit.plan_clusters import HOME, TWO_NODES_OF_H100, cluster_file
+
+
+def test_a_plan_names_the_best_layout_its_stages_advice_and_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    yaml, png = tmp_path / "plan.yaml", tmp_path / "plan.png"
+    file = cluster_file(tmp_path, TWO_NODES_OF_H100)
+    words = ["plan", "llama-3.1-70b", "--cluster", file, "-tp", "8", "--yaml", str(yaml), "--pareto", str(png)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "meta-llama/Llama-3.1-70B: 80 layers, hidden 8,192, weights bf16",
+        "2 nodes of 8 x h100-sxm (nvlink4), joined by infiniband-ndr",
+        "1  TP8 x PP1 x DP2",
+        "s0 limits the KV cache",
+        "- replicas: two replicas beat this pipeline",
+        "# NODE1, layers 0 to 79, replica 1\nstageline serve meta-llama/Llama-3.1-70B -tp 8 -pp 1",
+        "-tp above 1 is planned here, but not run by this version of the engine",
+    ):
+        assert part in out
+    assert yaml.read_text().startswith("model: meta-llama/Llama-3.1-70B\n")
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_is_printed_as_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--table"]) == 0
+    assert "  8x2    16    64     8.85     7233          452" in capsys.readouterr().out
+    assert main(["plan", "--table", "one-tensor-hop"]) == 0
+    assert "  8x2    16    64     8.84     7241          453" in capsys.readouterr().out
+
+
+def test_known_names_are_listed_with_their_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert "qwen3-235b-a22b" in out
+    assert "NVIDIA H100 Tensor Core GPU datasheet" in out
+    assert "IEEE 802.3ab" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan"], "give a model and --cluster FILE, or --table, or --list"),
+        (["plan", "llama-3.1-8b"], "give a model and --cluster FILE"),
+        (["plan", "--table", "mine"], "--table 'mine' is not known; known are two-tensor-hop, one-tensor-hop"),
+        (["plan", "llama-9", "--cluster", "FILE"], "model 'llama-9' is not known; did you mean"),
+        (["plan", "llama-3.1-8b", "--cluster", "none.yaml"], "none.yaml cannot be read"),
+        (["plan", "llama-3.1-8b", "--cluster", "FILE", "--top", "0"], "--top is 0; it must be at least 1"),
+        (["plan", "llama-3.1-8b", "--cluster", "FILE", "--concurrency", "-3"], "--concurrency is -3"),
+        (["plan", "llama-3.1-8b", "--cluster", "FILE", "--prompt-tokens", "131072"], "takes at most 131,072"),
+        (["plan", "llama-3.1-8b", "--cluster", "FILE", "--yaml", "/nowhere/x"], "--yaml /nowhere/x cannot be written"),
+        (["plan", "llama-3.1-8b", "--cluster", "FILE", "-tp", "5"], "32 heads and 8 KV heads do not divide over 5"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    file = cluster_file(tmp_path, HOME)
+    assert main([file if word == "FILE" else word for word in words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
