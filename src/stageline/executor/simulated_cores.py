@@ -201,8 +201,9 @@ class StagesOnOneHost:
     def _send_on(self, stage: _Stage, passage: Passage) -> None:
         pipeline, index = self._pipeline, stage.index
         if index == len(self._stages) - 1:
-            self._after(pipeline.to_first_stage_s, _TOKENS, passage)
+            # The result first: what the tokens set going must not overtake it.
             self._after(pipeline.to_engine_s, _RESULT, passage)
+            self._after(pipeline.to_first_stage_s, _TOKENS, passage)
             return
         link = pipeline.links[index]
         stage.link_free_s = max(self._now_s, stage.link_free_s) + pipeline.transfer_s(link, passage.num_tokens)
