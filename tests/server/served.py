@@ -33,17 +33,21 @@ SMALL = ["--dtype", "float32", "--device", "cpu", "--kv-cache-memory", "8MiB", "
 _KINDS = {"stageline.engine.process": "engine", "stageline.server.api_process": "api", "stageline.worker": "stage"}
 
 
-class Served:
-    """A server that was started. `lines` is its log so far."""
+class Logged:
+    """A `stageline` command that was started. `lines` is its log so far.
 
-    def __init__(self, model: str, *flags: str, home: Path, environ: dict[str, str] | None = None) -> None:
+    Args:
+        words: the command line behind `stageline`.
+        home: its folder for temporary files.
+    """
+
+    def __init__(self, *words: str, home: Path, environ: dict[str, str] | None = None) -> None:
         self.home = home
-        self.model = model
         self.lines: list[str] = []
         self._has_news = threading.Condition()
         self._has_ended = False
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "stageline", "serve", model, *SMALL, *flags],
+            [sys.executable, "-m", "stageline", *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -55,7 +59,6 @@ class Served:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.pids: dict[str, list[int]] = {}
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -71,17 +74,31 @@ class Served:
     def log(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_for_line(self, pattern: str) -> re.Match[str]:
-        """Wait for a line of the log in which the pattern is found."""
-        seen = 0
+    def wait_for_line(self, pattern: str, seen: int = 0) -> re.Match[str]:
+        """Wait for a line of the log, behind the first `seen` ones, in which the pattern is found."""
         with self._has_news:
             while True:
                 for line in self.lines[seen:]:
                     if found := re.search(pattern, line):
                         return found
-                seen = len(self.lines)
+                seen = max(seen, len(self.lines))
                 assert not self._has_ended, f"ended without saying {pattern!r}:\n{self.log}"
                 assert self._has_news.wait(DEADLINE_S), f"did not say {pattern!r}:\n{self.log}"
+
+    def finish(self) -> int:
+        """Wait for its end. Returns: the exit status."""
+        status = self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        return status
+
+
+class Served(Logged):
+    """A server that was started."""
+
+    def __init__(self, model: str, *flags: str, home: Path, environ: dict[str, str] | None = None) -> None:
+        super().__init__("serve", model, *SMALL, *flags, home=home, environ=environ)
+        self.model = model
+        self.pids: dict[str, list[int]] = {}
 
     def wait_until_listening(self) -> None:
         self.port = int(self.wait_for_line(r"listening on https?://127\.0\.0\.1:(\d+)")[1])
@@ -100,12 +117,6 @@ class Served:
                     with suppress(psutil.NoSuchProcess):
                         if module in child.cmdline():
                             self.pids[kind].append(child.pid)
-
-    def finish(self) -> int:
-        """Wait for its end. Returns: the exit status."""
-        status = self.process.wait(DEADLINE_S)
-        self._reader.join(DEADLINE_S)
-        return status
 
     def leftovers(self) -> list[str]:
         """What is still there once all had time to leave."""

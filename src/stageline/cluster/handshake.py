@@ -95,7 +95,7 @@ def share_stages(asked: Mapping[int, int | None], num_stages: int) -> dict[int, 
     left = num_stages - sum(count or 0 for count in asked.values())
     open_ranks = sorted(rank for rank, count in asked.items() if count is None)
     if left < len(open_ranks) or (left and not open_ranks):
-        brought = ", ".join(f"node {rank} {count or 'at least 1'}" for rank, count in sorted(asked.items()))
+        brought = ", ".join(f"node {rank} {count or '1 or more'}" for rank, count in sorted(asked.items()))
         few = "many" if left < len(open_ranks) else "few"
         raise HandshakeError(
             "stages",

@@ -94,6 +94,7 @@ class Head:
         began_s = self._clock.now_s()
         deadline_s = began_s + self._cluster.join_timeout_s if self._is_first else math.inf
         self._say_how_to_join()
+        self._membership.is_settled = False
         self._answer(self._membership.ask_all(began_s))
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
@@ -109,6 +110,7 @@ class Head:
             poller.poll(math.ceil(max(0.0, until_s - now_s) * 1000))
             while self.receive() is not None:
                 pass  # a stage of an earlier pipeline
+        self._membership.is_settled = True
         self._shares = self._membership.shares()
         self._is_first = False
         places = ", ".join(f"node {rank}: {count}" for rank, count in sorted(self._shares.items()))

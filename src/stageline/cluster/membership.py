@@ -22,6 +22,7 @@ from stageline.cluster.messages import (
     Offer,
     Ready,
     Refused,
+    SayHello,
     Software,
     StageEnded,
     ToNode,
@@ -105,6 +106,8 @@ class Membership:
         self._members: dict[int, Member] = {}
         self._claims: list[tuple[bytes, Hello]] = []
         self._next_question = 0
+        self.is_settled = False
+        """Stages run on the nodes, so every one keeps its rank."""
 
     # ---- what there is ----
 
@@ -161,7 +164,7 @@ class Membership:
             case Here():
                 return self._is_there(identity, message, now_s)
             case StageEnded():
-                pass
+                return [] if self._of(identity) is not None else [(identity, SayHello())]
         return []
 
     def ask_all(self, now_s: float) -> Answers:
@@ -198,16 +201,33 @@ class Membership:
             check_settings(hello.settings, self._wanted.settings)
             rank = self._rank_for(hello)
             holder = self._members.get(rank)
+            moved: Answers = []
             if holder is not None and holder.hello.node_id != hello.node_id:
-                self._claims.append((identity, hello))
-                return [self._ask(holder, now_s)]
+                if not self._can_move(holder):
+                    self._claims.append((identity, hello))
+                    return [self._ask(holder, now_s)]
+                moved = self._move(holder)
             self._check_stages(rank, hello)
         except HandshakeError as error:
             return [self._refusal(identity, f"{hello.host_name} ({hello.address})", error)]
         self._members[rank] = Member(identity, hello, rank)
         offer = Offer(model=self._wanted.model, model_digest=self._wanted.model_digest)
         # The question first: it is answered at once, the offer when the node has looked at its model.
-        return [self._ask(self._members[rank], now_s), (identity, offer)]
+        return [*moved, self._ask(self._members[rank], now_s), (identity, offer)]
+
+    def _can_move(self, holder: Member) -> bool:
+        """It did not ask for the rank it has, nothing runs on it, and there is another one."""
+        return holder.hello.rank is None and not self.is_settled and bool(self._free_ranks())
+
+    def _move(self, holder: Member) -> Answers:
+        del self._members[holder.rank]
+        holder.rank = self._free_ranks(but=holder.rank)[0]
+        self._members[holder.rank] = holder
+        return [(holder.identity, Welcome(holder.rank))] if holder.is_ready else []
+
+    def _free_ranks(self, but: int = HEAD) -> list[int]:
+        num_nodes = self._wanted.num_nodes or _MOST_NODES
+        return [rank for rank in range(1, num_nodes) if rank not in self._members and rank != but]
 
     def _rank_for(self, hello: Hello) -> int:
         num_nodes = self._wanted.num_nodes or _MOST_NODES
@@ -215,8 +235,7 @@ class Membership:
             if member.hello.node_id == hello.node_id:
                 return rank
         if hello.rank is None:
-            free = [rank for rank in range(1, num_nodes) if rank not in self._members]
-            if not free:
+            if not (free := self._free_ranks()):
                 raise HandshakeError("rank", f"all of --nnodes {num_nodes} are there; start the head with a larger one")
             return free[0]
         if not 0 < hello.rank < num_nodes:
@@ -227,14 +246,12 @@ class Membership:
         return hello.rank
 
     def _check_stages(self, rank: int, hello: Hello) -> None:
-        """As far as they are known by now: too many at once, too few when all nodes are there."""
-        counts = self._counts() | {rank: hello.num_stages or (1 if self._wanted.num_nodes is None else None)}
-        least = sum(count or 1 for count in counts.values())
-        if least > self._wanted.num_stages:
-            share_stages(counts, self._wanted.num_stages)
-        is_last = self._wanted.num_nodes is not None and len(counts) == self._wanted.num_nodes
-        if is_last:
-            share_stages(counts, self._wanted.num_stages)
+        """Nodes that are still to come bring at least one stage each. Raises: HandshakeError."""
+        counts = self._counts() | {rank: hello.num_stages}
+        if self._wanted.num_nodes is not None:
+            share_stages({rank: counts.get(rank) for rank in range(self._wanted.num_nodes)}, self._wanted.num_stages)
+        elif sum(count or 1 for count in counts.values()) > self._wanted.num_stages:
+            share_stages({rank: count or 1 for rank, count in counts.items()}, self._wanted.num_stages)
 
     def _ready(self, identity: bytes, message: Ready) -> Answers:
         member = self._of(identity)
@@ -260,7 +277,9 @@ class Membership:
 
     def _is_there(self, identity: bytes, message: Here, now_s: float) -> Answers:
         member = self._of(identity)
-        if member is None or member.asked_s is None:
+        if member is None:
+            return [(identity, SayHello())]
+        if member.asked_s is None:
             return []
         round_trip_s = now_s - member.asked_s
         reading = ClockReading(message.wall_s - (self._wall_s + now_s - round_trip_s / 2), round_trip_s)

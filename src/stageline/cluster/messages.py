@@ -132,4 +132,8 @@ class AreYouThere(msgspec.Struct, frozen=True, tag="are_you_there"):
     question: int
 
 
-ToNode = Offer | Refused | Welcome | StartStages | EndStages | AreYouThere
+class SayHello(msgspec.Struct, frozen=True, tag="say_hello"):
+    """The head does not know the node any more: it was silent for too long. Its stages are to be ended."""
+
+
+ToNode = Offer | Refused | Welcome | StartStages | EndStages | AreYouThere | SayHello

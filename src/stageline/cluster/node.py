@@ -35,6 +35,7 @@ from stageline.cluster.messages import (
     Offer,
     Ready,
     Refused,
+    SayHello,
     StageEnded,
     StartStages,
     ToNode,
@@ -122,16 +123,15 @@ class _Node:
         self._decoder: MessageDecoder[ToNode] = MessageDecoder(ToNode)
         self._links: Links | None = None
         self._checkpoint: Checkpoint | None = None
-        self._rank: int | None = asked.rank
+        self._has_been_in = False
 
     def run(self) -> None:
-        timeout_s = self._asked.join_timeout_s
+        deadline_s = time.monotonic() + self._asked.join_timeout_s
         while not self._is_told_to_stop:
             self._connect()
-            if self._join(time.monotonic() + timeout_s):
+            # Whoever was in once is patient: the head may be started again.
+            if self._join(math.inf if self._has_been_in else deadline_s):
                 self._serve()
-                # Whoever was in once is patient: the head may be started again.
-                timeout_s = math.inf
             self._stages.end(0.0)
             self._disconnect()
 
@@ -210,7 +210,7 @@ class _Node:
                     case AreYouThere():
                         self._send(Here(message.question, time.time()))
                     case Welcome():
-                        self._rank = message.rank
+                        self._has_been_in = True
                         logger.info("joined %s as node %d", self._head, message.rank)
                         return True
             now_s = time.monotonic()
@@ -224,7 +224,7 @@ class _Node:
             software=this_software(),
             node_id=self._node_id,
             host_name=sockets.gethostname(),
-            rank=self._rank,
+            rank=asked.rank,
             num_stages=asked.num_stages,
             address=str(self._own),
             settings=dict(asked.settings),
@@ -266,8 +266,13 @@ class _Node:
                         self._stages.end(message.patience_s)
                     case Refused():
                         raise HandshakeError(message.step, message.reason)
-                    case Offer() | Welcome():
-                        logger.warning("the head said %s, which nobody asked for", type(message).__name__)
+                    case SayHello():
+                        logger.warning("the head took this node for gone: the stages here end, and it joins again")
+                        return
+                    case Welcome():
+                        logger.info("this is node %d now", message.rank)
+                    case Offer():
+                        logger.warning("the head made an offer that nobody asked for")
         if self._is_broken and not self._is_told_to_stop:
             logger.warning("the head is gone: the stages here end, and this node waits for it at %s", self._head)
 

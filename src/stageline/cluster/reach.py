@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 2.0
 _REFUSALS_UNTIL_SURE = 2
+_MUTE_LOOKS = 2
+"""A connection that is just coming about looks like one that nobody answers."""
 
 
 class Reach:
@@ -29,6 +31,7 @@ class Reach:
         self._head = head
         self._links = links
         self._num_refusals = 0
+        self._num_mute = 0
         self._said = ""
         self._is_open = False
         self.is_heard = False
@@ -44,7 +47,7 @@ class Reach:
             step, reason = self._find_out()
         if self._num_refusals >= _REFUSALS_UNTIL_SURE or is_last_look:
             raise HandshakeError(step, reason)
-        if reason != self._said:
+        if reason != self._said and not 0 < self._num_mute < _MUTE_LOOKS:
             self._said = reason
             logger.info("not joined yet, step `%s`: %s; trying on", step, reason)
 
@@ -54,6 +57,7 @@ class Reach:
             self._num_refusals = 0
             return "connection", f"{self._head} cannot be reached: {why}"
         if trouble in (None, NOBODY, BROKEN):
+            self._num_mute += 1
             return "connection", f"what listens at {self._head} does not answer: a busy head, or another program"
         self._num_refusals += 1
         return "key", f"{self._head} refuses this node: {trouble}"

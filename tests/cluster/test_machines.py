@@ -1,0 +1,164 @@
+"""Pipelines over machines: started in any order with the flags users know, they answer; wrong starts say which step."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.cluster.conftest import write_key
+from tests.cluster.machines import Machines, Node, machines
+from tests.cluster.network import Network
+from tests.server.served import DEADLINE_S
+from tests.tiny_models import TinyModel
+
+pytestmark = pytest.mark.timeout(240)
+
+WRONG_START_S = 20.0
+QUICKLY = ["--heartbeat-timeout-s", "1"]
+
+
+class Cluster:
+    """Three machines that serve: the head, one with the head's own flags, and one that joined."""
+
+    def __init__(self, several: Machines) -> None:
+        self.several = several
+        shared = ["--nnodes", "3", "--stages", "1", *QUICKLY]
+        small = ["--dtype", "float32", "--device", "cpu", "--no-bind-cores"]
+        with_rank = ["serve", several.model, *several.flags(3, *shared), *small, "--node-rank", "1", "--headless"]
+        # The head last: each waits for the others.
+        self.nodes = {1: several.node(1, *with_rank), 2: several.join(2)}
+        self.head = several.serve(3, *shared, "--node-rank", "0")
+        self.head.wait_until_ready()
+
+    def chat(self) -> str:
+        """What OpenAI's client gets for a fixed prompt."""
+        with self.several.network.inside(0):
+            url = f"http://127.0.0.1:{self.head.port}/v1"
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
+                answer = client.chat.completions.create(
+                    model=self.several.model,
+                    messages=[{"role": "user", "content": "Hello"}],
+                    max_tokens=8,
+                    temperature=0,
+                    extra_body={"ignore_eos": True},
+                )
+        return answer.choices[0].message.content or ""
+
+    def wait_until_down(self, seen: int) -> None:
+        self.head.wait_for_line(r"was lost: .*the pipeline is started again", seen)
+
+    def wait_until_back(self, seen: int) -> None:
+        self.head.wait_for_line("the pipeline is complete again", seen)
+
+
+@pytest.fixture(scope="module")
+def cluster(network: Network, tiny_model: str, key_file: Path) -> Iterator[Cluster]:
+    with machines(network, tiny_model, key_file) as several:
+        made = Cluster(several)
+        try:
+            yield made
+        except BaseException:
+            print(made.head.log)
+            raise
+
+
+def _fails(node: Node, step: str) -> str:
+    """The one line that a wrong start ends with, in time."""
+    began_s = time.monotonic()
+    status = node.finish()
+    assert status == 2, node.log
+    assert time.monotonic() - began_s < WRONG_START_S
+    last = node.lines[-1]
+    assert last.startswith(f"stageline: error: joining failed at the step `{step}`: "), node.log
+    return last
+
+
+def test_three_machines_answer_as_one_does(cluster: Cluster, tiny_model: str) -> None:
+    answer = cluster.chat()
+    from stageline import LLM, SamplingParams
+
+    settings = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB"}
+    with LLM(tiny_model, distributed_executor_backend="in_process", **settings) as alone:
+        messages = [{"role": "user", "content": "Hello"}]
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        assert alone.chat(messages, params)[0].outputs[0].text == answer
+    assert len(cluster.nodes[1].stage_pids()) == len(cluster.nodes[2].stage_pids()) == 1
+    assert re.search(r"type on each of them:\s+stageline join 10\.77\.0\.1:29500 --cluster-key-file", cluster.head.log)
+
+
+def test_a_node_that_does_not_fit_is_refused_on_both_sides_and_nobody_else_notices(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    several = cluster.several
+    other_model = str(TinyModel(num_layers=3).write(tmp_path / "other"))
+    other_key = write_key(tmp_path / "key")
+    flags = ["--dtype", "float32", "--device", "cpu", "--nnodes", "3", "--headless", *QUICKLY]
+    settings = ["serve", several.model, *several.flags(3, "--block-size", "32"), *flags, "--node-rank", "1"]
+    wrong = {
+        "key": several.join(1, key_file=other_key),
+        "settings": several.node(1, *settings),
+        "rank": several.join(1, "--node-rank", "2"),
+    }
+    assert "key" in _fails(wrong["key"], "key")
+    assert "--block-size is 32 on the node and 16 on the head" in _fails(wrong["settings"], "settings")
+    assert "--node-rank 2 is taken by node 2" in _fails(wrong["rank"], "rank")
+    assert "--node-rank is 7 on the node, and the head has --nnodes 3" in _fails(
+        several.join(1, "--node-rank", "7"), "rank"
+    )
+    for step in ("settings", "rank"):
+        assert f"was refused at the step `{step}`" in cluster.head.log
+    assert "refused 10.77.0.2" in cluster.head.log
+    assert other_model and cluster.several.get(cluster.head, "/health")[0] == 200
+
+
+@pytest.mark.parametrize("machine", [1, 2])
+@pytest.mark.parametrize("how", ["kill", "stand still", "cable"])
+def test_a_lost_machine_costs_its_requests_and_comes_back(cluster: Cluster, machine: int, how: str) -> None:
+    if (machine, how) not in {(1, "cable"), (2, "kill"), (2, "stand still")}:
+        pytest.skip("one machine each is enough")
+    before, seen = cluster.chat(), len(cluster.head.lines)
+    with cluster.several.network.inside(0):
+        stream = cluster.head.stream(400)
+    node = cluster.nodes[machine]
+    began_s = time.monotonic()
+    if how == "kill":
+        node.hurt(signal.SIGKILL)
+    elif how == "stand still":
+        node.hurt(signal.SIGSTOP)
+    else:
+        cluster.several.network.pull_out(machine)
+    events = stream.read().decode()
+    assert time.monotonic() - began_s < 10
+    assert '"code":"not_ready"' in events and events.endswith("data: [DONE]\n\n")
+    cluster.wait_until_down(seen)
+    with cluster.several.network.inside(0), httpx.Client() as client:
+        url = f"http://127.0.0.1:{cluster.head.port}/v1/completions"
+        refused = client.post(url, json={"model": cluster.several.model, "prompt": "a"})
+    assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
+    if how == "kill":
+        cluster.nodes[machine] = cluster.several.join(machine)
+    elif how == "stand still":
+        for pid in [node.process.pid, *node.stage_pids()]:
+            os.kill(pid, signal.SIGCONT)
+    else:
+        cluster.several.network.plug_in(machine)
+    cluster.wait_until_back(seen)
+    assert cluster.chat() == before
+
+
+def test_told_to_stop_the_head_leaves_nothing_and_its_nodes_wait_for_the_next(cluster: Cluster) -> None:
+    cluster.head.process.send_signal(signal.SIGTERM)
+    assert cluster.head.finish() == 0
+    for node in cluster.nodes.values():
+        node.wait_for_line("the head is gone")
+        node.process.send_signal(signal.SIGTERM)
+        assert node.finish() == 0
+        assert node.leftovers() == []
