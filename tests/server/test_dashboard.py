@@ -123,6 +123,8 @@ def test_a_loaded_pipeline_is_seen_live_with_its_slowest_stage_and_advice(browse
         assert re.findall(r"s\d", watched.page.inner_text("#shares")) == ["s0", "s1"]
         words = watched.page.get_attribute("#shares li:first-child .bar", "aria-label") or ""
         assert "computing" in words and "idle: too little in flight" in words
+        watched.wait_for("#journeys-text", r"TTFT: computing .*s1 [\d.]+ m?s.*; ITL: computing .*with the engine")
+        watched.page.wait_for_selector("#journeys li:nth-child(3) .bar[aria-label*='computing']", timeout=DEADLINE_MS)
         rows = watched.page.locator("#partition tr").all_inner_texts()
         assert ["0–7 (8)" in rows[0], "8–29 (22)" in rows[1], "LM head" in rows[1]] == [True] * 3
         watched.wait_for("#partition tr:nth-child(2)", r"iB/s\s+[\d.]+ (µs|ms)")

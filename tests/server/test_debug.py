@@ -31,6 +31,14 @@ def test_answers_are_as_described(http: httpx.Client, asked: str) -> None:
     judge.validate(http.get(asked).json())
 
 
+def test_a_request_s_time_is_told_by_cause(http: httpx.Client) -> None:
+    view = http.get("/debug/pipeline").json()
+    for split in (view["ttft"], view["itl"], *(journey["itl"] for journey in view["journeys"] if journey["itl"])):
+        by_stage = sum(map(sum, (split["hops_s"], split["queues_s"], split["stages_s"])))
+        parts = split["engine_s"] + split["sampling_s"] + by_stage
+        assert parts == pytest.approx(split["total_s"]) and min(split["stages_s"]) > 0
+
+
 def test_every_microbatch_of_the_last_stage_was_on_the_first_before(http: httpx.Client) -> None:
     spans = http.get("/debug/timeline?seconds=30").json()["spans"]
     ended = [{span[1]: span[4] for span in spans if (span[0], span[2]) == (stage, "forward")} for stage in (0, 1)]
@@ -58,6 +66,7 @@ def test_the_command_line_shows_a_server_that_runs(
     assert main(["timeline", *flags, "--save", str(saved)]) == 0
     shown = capsys.readouterr().out
     assert "\ns0 " in shown and "\ns1 " in shown and "bubble by reason" in shown
+    assert all(f"{name}, mean: " in shown for name in ("a microbatch's way", "TTFT", "ITL"))
     assert main(["timeline", str(saved)]) == 0
 
 

@@ -20,11 +20,12 @@ from stageline.config import environment
 from stageline.errors import ConfigError, StagelineError
 from stageline.timeline.analysis import analyse
 from stageline.timeline.chrome_trace import spans_of_chrome_trace, write_chrome_trace
+from stageline.timeline.journeys import LatencySplit, journeys, mean_split
 from stageline.timeline.picture import check_can_draw, write_picture
 from stageline.timeline.saved import SavedTimeline
 from stageline.timeline.span import Span
 from stageline.timeline.text_gantt import format_gantt
-from stageline.timeline.view import format_report
+from stageline.timeline.view import format_report, format_split
 
 _USAGE = "stageline timeline (FILE | --url URL | --simulated) [--seconds N] [--png FILE] [--chrome FILE] [--save FILE]"
 _EXAMPLE = """examples:
@@ -67,6 +68,7 @@ class _Recording:
     num_stages: int
     start_s: float
     end_s: float
+    latencies: dict[str, LatencySplit]
     advice: list[str]
 
 
@@ -79,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"nothing ran in these {recording.end_s - recording.start_s:.3g} s")
     else:
         print(_as_text(recording, args.width or shutil.get_terminal_size((100, 24)).columns))
+    for name, split in recording.latencies.items():
+        print(f"{name}, mean: {format_split(split)}")
     for line in recording.advice:
         print(line)
     return 0 if _write_files(args, recording) else 1
@@ -100,7 +104,9 @@ def _check(args: argparse.Namespace) -> None:
 def _as_text(recording: _Recording, width: int) -> str:
     spans, num_stages = recording.spans, recording.num_stages
     picture = format_gantt(spans, num_stages, width, recording.start_s, recording.end_s)
-    return f"{picture}\n\n{format_report(analyse(spans, num_stages))}"
+    way = mean_split(journeys(spans, num_stages), num_stages)
+    on_the_way = "" if way is None else f"\na microbatch's way, mean: {format_split(way)}"
+    return f"{picture}\n\n{format_report(analyse(spans, num_stages))}{on_the_way}"
 
 
 def _write_files(args: argparse.Namespace, recording: _Recording) -> bool:
@@ -134,7 +140,7 @@ def _of_file(path: str, seconds: float | None) -> _Recording:
     end_s = max(span.end_s for span in spans)
     start_s = max(min(span.start_s for span in spans), end_s - (seconds or float("inf")))
     recent = [span for span in spans if span.end_s > start_s]
-    return _Recording(recent, 1 + max(span.stage_index for span in recent), start_s, end_s, [])
+    return _Recording(recent, 1 + max(span.stage_index for span in recent), start_s, end_s, {}, [])
 
 
 def _decode(path: str, body: bytes) -> list[Span]:
@@ -152,7 +158,13 @@ def _of_server(args: argparse.Namespace) -> _Recording:
     seconds = args.seconds or _DEFAULT_SECONDS
     saved = msgspec.json.decode(server.get(f"/debug/timeline?seconds={seconds:g}"), type=SavedTimeline)
     view = json.loads(server.get("/debug/pipeline"))
-    return _Recording(saved.spans, saved.num_stages, saved.start_s, saved.end_s, view["advice"])
+    return _Recording(saved.spans, saved.num_stages, saved.start_s, saved.end_s, _latencies(view), view["advice"])
+
+
+def _latencies(view: dict[str, Any]) -> dict[str, LatencySplit]:
+    """What the requests of the last seconds waited for, as far as there were some."""
+    names = {"TTFT": "ttft", "ITL": "itl"}
+    return {name: msgspec.convert(view[key], LatencySplit) for name, key in names.items() if view.get(key)}
 
 
 class _Server:

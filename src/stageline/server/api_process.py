@@ -92,7 +92,7 @@ class _ApiProcess:
 
     def _listen(self, llm: AsyncLLM) -> Listener:
         serve = self._config.serve
-        app = create_app(llm, serve)
+        app = create_app(llm, serve, writes_advice=self._config.link.client_index == 0)
         config = make_uvicorn_config(
             app if serve.disable_log_requests else AccessLog(app), serve.keep_alive_timeout_s, serve.root_path
         )

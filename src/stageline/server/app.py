@@ -42,9 +42,13 @@ _ALWAYS_ANSWERED = frozenset(
 )
 
 
-def create_app(llm: AsyncLLM, config: ServeConfig) -> Starlette:
-    """The server as an ASGI application. It does not close `llm`."""
-    state = ServerState.of(llm, config, stageline.__version__)
+def create_app(llm: AsyncLLM, config: ServeConfig, writes_advice: bool = True) -> Starlette:
+    """The server as an ASGI application. It does not close `llm`.
+
+    Args:
+        writes_advice: into the log; of several processes that serve one engine, one does.
+    """
+    state = ServerState.of(llm, config, stageline.__version__, writes_advice)
     counters = HttpCounters()
     routes = _routes(state, counters)
     counters.know(routes)

@@ -70,6 +70,8 @@ async def opened(
 
     Raises: RequestError, QueueFull, NotReady, WorkerLost or EngineLost, with nothing left running.
     """
+    if state.advice_log is not None:
+        state.advice_log.request_came()
     async with AsyncExitStack() as stack:
         streams: list[Outputs] = []
         for index, prompt in enumerate(prompts):

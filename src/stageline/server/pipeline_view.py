@@ -181,7 +181,7 @@ class PipelineView(msgspec.Struct, kw_only=True):
     slowest_stage: that computed longest in the diagnosed seconds; None if nothing ran.
     bubble_fraction: of all stages' time in the diagnosed seconds; 0 if nothing ran.
     advice: what should be changed, most useful first.
-    ttft, itl: what these times were spent on, the mean of the requests of the diagnosed seconds; None if there are none.
+    ttft, itl: what these times were spent on, the mean of requests of the diagnosed seconds; None if there are none.
     journeys: of some of these requests, the newest last.
     events: newest first.
     """

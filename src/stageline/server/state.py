@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from stageline.config.serve_config import ServeConfig
 from stageline.engine.async_llm import AsyncLLM
+from stageline.server.advice_log import AdviceLog
 from stageline.server.answer_parsing import AnswerStyle, choose_answer_style
 from stageline.server.errors import ApiError
 
@@ -20,6 +21,7 @@ class ServerState:
     answer_style: how the model writes tool calls and reasoning.
     longest_prompt_bytes: no text with more can fit into the model's length.
     fingerprint: OpenAI's system_fingerprint: answers of one seed compare only where it is the same.
+    advice_log: None where another process writes it.
     """
 
     llm: AsyncLLM
@@ -29,9 +31,11 @@ class ServerState:
     answer_style: AnswerStyle
     longest_prompt_bytes: int
     fingerprint: str
+    advice_log: AdviceLog | None = None
 
     @classmethod
-    def of(cls, llm: AsyncLLM, config: ServeConfig, version: str) -> ServerState:
+    def of(cls, llm: AsyncLLM, config: ServeConfig, version: str, writes_advice: bool = True) -> ServerState:
+        """Args: writes_advice: into the log; of several processes that serve one engine, one does."""
         names = config.served_model_name or (llm.config.model,)
         stages = llm.config.pipeline_parallel_size
         return cls(
@@ -42,6 +46,7 @@ class ServerState:
             answer_style=choose_answer_style(llm.tokenizer, config, names),
             longest_prompt_bytes=llm.max_model_len * llm.tokenizer.longest_token_bytes,
             fingerprint=f"stageline-{version}-pp{stages}",
+            advice_log=AdviceLog(llm) if writes_advice else None,
         )
 
     def check_model(self, name: str | None) -> str:

@@ -1,6 +1,6 @@
 """/dashboard: the pipeline live, on one page. The page holds no data: it asks /debug for it, with the viewer's key.
 
-One idea: three plain files, put together when the server starts; no build step, nothing from elsewhere, and a policy
+One idea: plain files, put together when the server starts; no build step, nothing from elsewhere, and a policy
 that lets the browser run exactly this code.
 """
 
@@ -19,7 +19,7 @@ from stageline.server.routing import endpoint
 from stageline.server.state import ServerState
 
 PATH = "/dashboard"
-_SCRIPTS = ("format.js", "timeline.js", "panels.js", "main.js")
+_SCRIPTS = ("format.js", "timeline.js", "panels.js", "journeys.js", "main.js")
 
 OPERATIONS = [
     Operation("GET", PATH, "The pipeline live, as a page", tag="server", answer_type="text/html", is_open=True)

@@ -55,6 +55,7 @@ const show = (spans) => {
   showWindow(view);
   showQueue(view);
   showPartition(view, history_);
+  showJourneys(view);
   showEvents([...noticed, ...view.events], view.now_s);
 };
 
@@ -127,5 +128,6 @@ document.addEventListener("visibilitychange", () => { waitMs = EVERY_MS; lastS =
 
 showLegend(byId("legend"), BOXES);
 showLegend(byId("share-legend"), SHARES);
+showLegend(byId("journey-legend"), CAUSES);
 if (document.documentElement.dataset.needsKey === "yes" && sessionStorage.getItem(KEY_NAME) === null) askForKey();
 else ask();
