@@ -54,6 +54,17 @@ def test_weights_that_do_not_fit_hold_no_request() -> None:
     assert not held.stages[0].fits
 
 
+def test_activations_of_large_microbatches_leave_less_room_once_they_exceed_what_is_reserved() -> None:
+    placement = _placement("llama-3.1-8b", (32,), 1)
+    layer = placement.model.layers[0]
+    assert layer.activation_bytes() == (3 * 4096 + 2 * 14336) * 2
+    assert layer.activation_bytes(4) == (3 * 4096 + 2 * 14336 / 4) * 2
+    room = capacity(placement, 1024).stages[0].room_bytes
+    fits_in_reserve = int(4 * 2**30 / layer.activation_bytes())
+    assert capacity(placement, 1024, batched_tokens=fits_in_reserve).stages[0].room_bytes == room
+    assert capacity(placement, 1024, batched_tokens=2 * fits_in_reserve).stages[0].room_bytes < room
+
+
 def test_one_stage_has_no_layer_to_move() -> None:
     assert best_layer_move(_placement("llama-3.1-8b", (32,), 1), 1024) is None
 

@@ -101,17 +101,26 @@ def items_weight_bytes(items: tuple[tuple[ItemShape, int], ...], num_devices: in
 
 
 def capacity(
-    placement: Placement, context_tokens: int, memory_fraction: float = DEFAULT_MEMORY_FRACTION
+    placement: Placement,
+    context_tokens: int,
+    memory_fraction: float = DEFAULT_MEMORY_FRACTION,
+    batched_tokens: int = 0,
 ) -> Capacity:
-    """What every stage holds. Args: memory_fraction: of a device's memory that may be used at all."""
+    """What every stage holds.
+
+    Args:
+        memory_fraction: of a device's memory that may be used at all.
+        batched_tokens: of the largest microbatch, whose activations need memory too.
+    """
     stages = []
     for cut, where, items in zip(placement.cut, placement.stages, placement.items, strict=True):
         shards = where.num_devices
+        largest = max(item.activation_bytes(shards) for item, _ in items)
         kept = [(item, count * item.kv_bytes(shards)) for item, count in items]
         stages.append(
             StageCapacity(
                 weight_bytes=stage_weight_bytes(placement, cut, shards),
-                room_bytes=where.device.room_bytes(memory_fraction),
+                room_bytes=where.device.room_bytes(memory_fraction, batched_tokens * largest),
                 kv_bytes_per_token=sum(num_bytes for _, num_bytes in kept),
                 kv_bytes_per_request=sum(num_bytes * item.kv_tokens(context_tokens) for item, num_bytes in kept),
             )
@@ -120,10 +129,13 @@ def capacity(
 
 
 def best_layer_move(
-    placement: Placement, context_tokens: int, memory_fraction: float = DEFAULT_MEMORY_FRACTION
+    placement: Placement,
+    context_tokens: int,
+    memory_fraction: float = DEFAULT_MEMORY_FRACTION,
+    batched_tokens: int = 0,
 ) -> LayerMove | None:
     """Which neighbour the limiting stage should give a layer to so that most requests fit; None if it can give none."""
-    limiting = capacity(placement, context_tokens, memory_fraction).limiting_stage
+    limiting = capacity(placement, context_tokens, memory_fraction, batched_tokens).limiting_stage
     moves = []
     for to_stage in (limiting - 1, limiting + 1):
         counts = list(placement.layer_counts)
@@ -131,6 +143,7 @@ def best_layer_move(
             continue
         counts[limiting] -= 1
         counts[to_stage] += 1
-        moved = capacity(replace(placement, layer_counts=tuple(counts)), context_tokens, memory_fraction)
+        other = replace(placement, layer_counts=tuple(counts))
+        moved = capacity(other, context_tokens, memory_fraction, batched_tokens)
         moves.append(LayerMove(limiting, to_stage, tuple(counts), moved.num_requests))
     return max(moves, key=lambda move: move.num_requests, default=None)

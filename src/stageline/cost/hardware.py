@@ -78,12 +78,16 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def kv_bytes_per_s(self) -> float:
         return self.attention_bytes_per_s or self.reached_bytes_per_s
 
-    def room_bytes(self, memory_fraction: float) -> float:
-        """Memory for weights and KV cache together; not below 0."""
+    def room_bytes(self, memory_fraction: float, activation_bytes: float = 0.0) -> float:
+        """Memory for weights and KV cache together; not below 0.
+
+        Args:
+            activation_bytes: of the largest microbatch; they are part of what is reserved, as far as that goes.
+        """
         reserved = self.reserved_bytes
         if reserved is None:
             reserved = ASSUMED_RESERVED_BYTES.get(self.kind, ASSUMED_RESERVED_BYTES[_ANY_KIND])
-        return max(0.0, self.memory_bytes * memory_fraction - reserved)
+        return max(0.0, self.memory_bytes * memory_fraction - max(reserved, activation_bytes))
 
     def reached_flops_per_s(self, number_format: str) -> float:
         """Rate of large matrix products in a number format, or the next wider one that the device has."""

@@ -64,6 +64,7 @@ class ItemShape:
         num_all_reduces: per pass, if sharded.
         dense_format, expert_format: what products are computed in.
         output_size: of the head: numbers per row that are gathered; 0 elsewhere.
+        activations, sharded_activations: numbers per token alive at once: on every device, and shared by the devices.
     """
 
     num_dense: float = 0.0
@@ -84,6 +85,8 @@ class ItemShape:
     dense_format: str = "bf16"
     expert_format: str = "bf16"
     output_size: int = 0
+    activations: float = 0.0
+    sharded_activations: float = 0.0
 
     @property
     def num_parameters(self) -> float:
@@ -106,6 +109,10 @@ class ItemShape:
     def kv_bytes(self, num_devices: int = 1) -> float:
         """KV cache of one token that each device keeps, while the window has not passed it."""
         return self.kv_bytes_per_token / self.kv_shards(num_devices)
+
+    def activation_bytes(self, num_devices: int = 1) -> float:
+        """Of one token, alive at once on each device."""
+        return (self.activations + self.sharded_activations / num_devices) * ACTIVATION_ITEMSIZE_BYTES
 
     def kv_tokens(self, context_tokens: float) -> float:
         """How many of a request's tokens this item reads when decoding, and must keep."""
@@ -203,11 +210,13 @@ def _layer(spec: ModelSpec, index: int, weights: WeightFormat, kv_itemsize_bytes
     num_dense = float(num_attention + 2 * hidden)
     num_experts = num_per_token = 0
     num_per_expert = 0.0
+    attention_width, mlp_width = _attention_width(spec), 2.0 * spec.intermediate_size
     moe = spec.moe
     if moe is not None and spec.has_experts(index):
         num_experts, num_per_token = moe.num_experts, moe.num_experts_per_token
         num_per_expert = 3.0 * hidden * moe.intermediate_size
         num_dense += hidden * moe.num_experts + 3.0 * hidden * moe.shared_intermediate_size
+        mlp_width = 2.0 * (num_per_token * moe.intermediate_size + moe.shared_intermediate_size)
     else:
         num_dense += 3.0 * hidden * spec.intermediate_size
     return ItemShape(
@@ -224,6 +233,8 @@ def _layer(spec: ModelSpec, index: int, weights: WeightFormat, kv_itemsize_bytes
         decode_flops_per_pair=decode_flops,
         prefill_flops_per_pair=prefill_flops,
         num_all_reduces=2,
+        activations=3.0 * hidden,
+        sharded_activations=max(attention_width, mlp_width),
         dense_format=COMPUTE_FORMAT.get(weights.dense, weights.dense),
         expert_format=COMPUTE_FORMAT.get(weights.experts, weights.experts),
     )
@@ -236,6 +247,15 @@ def _attention_weights(spec: ModelSpec) -> tuple[int, int]:
     num_query = query * (spec.hidden_size + spec.attention_bias)
     num_output = spec.hidden_size * (query + spec.attention_output_bias)
     return num_query + num_kv + num_output, num_kv
+
+
+def _attention_width(spec: ModelSpec) -> float:
+    """Numbers per token of queries, keys, values and attention's output."""
+    if spec.mla is None:
+        return float((2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+    mla = spec.mla
+    per_head = 2 * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) + 2 * mla.v_head_dim
+    return float(spec.num_heads * per_head)
 
 
 def _mla_weights(spec: ModelSpec) -> tuple[int, int]:

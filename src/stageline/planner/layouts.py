@@ -155,7 +155,7 @@ def judge(
     placements = [_placement(model, cluster, replica, found.layer_counts) for replica in replicas]
     shape = MicrobatchShape(1, 0, 1, config.mean_context_tokens)
     slowest = max(placements, key=lambda placement: placement.ring(shape).ring_s)
-    holds = capacity(slowest, config.context_tokens, config.memory_fraction)
+    holds = capacity(slowest, config.context_tokens, config.memory_fraction, config.max_num_batched_tokens)
     running = min(num_requests, holds.num_requests)
     decode = best_decode_pace(
         slowest, running, config.mean_context_tokens, WIDEST_PER_STAGE * layout.pipeline_parallel_size
@@ -232,6 +232,7 @@ def unit_kinds(
     for name in dict.fromkeys(unit.kind for unit in units):
         where = first_of[name]
         shards = where.num_devices
+        activations = max(layer.activation_bytes(shards) for layer in kv_tokens) * config.max_num_batched_tokens
         layer_bytes = {
             layer: layer.weight_bytes(shards) + layer.kv_bytes(shards) * kv_tokens[layer] for layer in kv_tokens
         }
@@ -246,7 +247,7 @@ def unit_kinds(
                 embedding_bytes=model.embedding.weight_bytes(shards),
                 head_bytes=model.head.weight_bytes(shards),
                 shared_bytes=model.shared_bytes(shards),
-                room_bytes=where.device.room_bytes(config.memory_fraction),
+                room_bytes=where.device.room_bytes(config.memory_fraction, activations),
             )
         )
     return kinds

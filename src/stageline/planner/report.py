@@ -120,7 +120,9 @@ def _what_limits(plan: LayoutPlan, config: PlanConfig) -> str:
         f"s{capacity.limiting_stage} limits the KV cache: {capacity.num_requests:,} requests of "
         f"{capacity.context_tokens:,} tokens"
     )
-    move = best_layer_move(plan.placement, config.context_tokens, config.memory_fraction)
+    move = best_layer_move(
+        plan.placement, config.context_tokens, config.memory_fraction, config.max_num_batched_tokens
+    )
     if move is None:
         return text
     counts = ",".join(map(str, move.layer_counts))
