@@ -109,7 +109,35 @@ def test_groups_are_level_again_soon_after_ends_bursts_and_aborts(data):
         while pipeline.scheduler.num_waiting_tokens:
             pipeline.step()
     go_round(pipeline, 25)
+    check_level(go_round(pipeline, 4), num_stages)
+
+
+def check_level(microbatches: list[Microbatch], num_stages: int) -> None:
+    """As level as can be where whole requests are what is moved."""
     longest_row_s = COSTS.decode_s + COSTS.token_s + COSTS.context_token_s * (LONG + 300)
-    times_s = [time_s(microbatch) for microbatch in go_round(pipeline, 4)]
-    # Whole requests are what is moved: each group may have half of one too much, which the last then lacks.
+    times_s = [time_s(microbatch) for microbatch in microbatches]
+    # Each group may have half of a request too much, which the last then lacks.
     assert max(times_s) - min(times_s) <= (num_stages / 2 + 1) * longest_row_s
+
+
+@settings(max_examples=6, deadline=None)
+@given(num_stages=st.sampled_from([2, 3, 4]), seed=st.integers(0, 100))
+def test_groups_are_level_again_soon_after_requests_were_preempted(num_stages, seed):
+    """Of 24 long and 24 short ones, with room for 100 more tokens of each."""
+    num_blocks = 24 * (LONG // 16 + SHORT // 16 + 2) + 48 * 100 // 16
+    pipeline = make_pipeline(num_stages, num_blocks)
+    start(pipeline, 48, seed)
+    settle(pipeline)
+    num_checks = 0
+    while num_checks < 3:
+        before = pipeline.scheduler.num_preemptions
+        while pipeline.scheduler.num_preemptions == before:
+            assert pipeline.step()
+        go_round(pipeline, 25)
+        num_preempted = pipeline.scheduler.num_preemptions
+        microbatches = go_round(pipeline, 4)
+        assert all(microbatch.num_tokens == microbatch.num_decode_rows for microbatch in microbatches)
+        if pipeline.scheduler.num_preemptions == num_preempted:
+            check_level(microbatches, num_stages)
+            num_checks += 1
+    assert pipeline.scheduler.num_waiting > 0

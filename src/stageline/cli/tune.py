@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -120,7 +121,10 @@ def _checked(args: argparse.Namespace) -> tuple[EngineConfig, Checkpoint]:
         counts = default_layer_counts(num_layers, num_stages)
     else:
         counts = parse_layer_counts(asked, num_layers, num_stages, "--pp-layer-partition")
-    return dataclasses.replace(config, pp_layer_partition=counts_text(counts)), checkpoint
+    # Decodes are what is measured: no request may be over before the last prompt is computed.
+    return dataclasses.replace(
+        config, pp_layer_partition=counts_text(counts), max_decode_slowdown=math.inf
+    ), checkpoint
 
 
 def _measure_items(
