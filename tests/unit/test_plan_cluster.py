@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from stageline.errors import ConfigError
 from stageline.planner.cluster import read_cluster
 from stageline.planner.known_models import find_model
 from stageline.planner.units import sizes_to_try, units_of, why_not_sharded
+from tests.architecture.source_tree import ROOT
 from tests.unit.plan_clusters import HOME, TWO_NODES_OF_H100, cluster
 
 
@@ -80,6 +82,15 @@ def test_numbers_that_no_device_has_are_refused(tmp_path: Path, field: str, valu
     content = {"nodes": [{"device": "mine"}], "devices": {"mine": {**device, field: value}}}
     with pytest.raises(ConfigError, match=message):
         cluster(tmp_path, content)
+
+
+def test_the_example_of_the_documentation_is_a_cluster(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "cost_model.md").read_text()
+    [example] = re.findall(r"^```yaml\n(.*?)^```", page, flags=re.M | re.S)
+    (tmp_path / "cluster.yaml").write_text(example)
+    found = read_cluster(str(tmp_path / "cluster.yaml"))
+    assert [node.address for node in found.nodes] == ["10.0.0.1", "10.0.0.2", "NODE2"]
+    assert found.nodes[2].device.price_per_hour == 0.4 and found.network.latency_s == 9e-5
 
 
 def test_a_file_that_is_not_there_is_refused() -> None:
