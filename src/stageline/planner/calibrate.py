@@ -47,7 +47,7 @@ _DECODE_ROWS = (1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 48, 64)
 _CONTEXT, _LONG_CONTEXT, _CONTEXT_ROWS = 128, 512, 16
 _CHUNK, _LONG_CHUNK = 128, 512
 _AT_ONCE_ROWS = (1, 4, 8, 16, 32)
-_POINT_S = 0.4
+POINT_S = 0.4
 _LARGER_THAN_CACHES_BYTES = 2**28
 _MOST_MEMORY_FRACTION = 0.4
 _MOST_PROCESSES = 8
@@ -69,10 +69,14 @@ def _cores() -> list[int]:
     return available_cores() or list(range(os.cpu_count() or 1))
 
 
-def calibrate_host(config: EngineConfig, checkpoint: Checkpoint, on_step: OnStep = lambda text: None) -> HostProfile:
+def calibrate_host(
+    config: EngineConfig, checkpoint: Checkpoint, on_step: OnStep = lambda text: None, point_s: float = POINT_S
+) -> HostProfile:
     """Measure this host with a model's layers.
 
-    Args: on_step: hears what is measured next.
+    Args:
+        on_step: hears what is measured next.
+        point_s: for how long each microbatch is run again and again.
     Raises: ConfigError if the model cannot be measured here; StagelineError if a measuring process is lost.
     """
     itemsize = _ITEMSIZE[checkpoint.spec.dtype if config.dtype == "auto" else config.dtype]
@@ -83,14 +87,15 @@ def calibrate_host(config: EngineConfig, checkpoint: Checkpoint, on_step: OnStep
     on_step(f"starting {num_processes} measuring processes with {num_layers} layers each")
     with _Processes(config, checkpoint, num_layers, num_processes, cores) as processes:
         on_step("layers and head, one stage alone")
-        alone = {order: processes.time(order, 1)[0] for order in _orders()}
+        orders = _Orders(point_s)
+        alone = {order: processes.time(order, 1)[0] for order in orders.all}
         on_step("layers, several stages at once")
         slowdowns = [1.0]
         for num_at_once in range(2, num_processes + 1):
-            slowdowns.append(_slowdown(processes, num_at_once, slowdowns[-1]))
+            slowdowns.append(_slowdown(processes, num_at_once, slowdowns[-1], point_s))
         on_step("messages and the engine")
         messages = processes.measure_messages()
-    fitted = _Fit(alone, num_layers)
+    fitted = _Fit(orders, alone, num_layers)
     return HostProfile(
         key=this_host(config, checkpoint.spec),
         model=checkpoint.path,
@@ -129,25 +134,24 @@ def _layers_to_time(config: EngineConfig, checkpoint: Checkpoint, itemsize: int,
     return max(1, min(wanted, num_most, checkpoint.spec.num_layers - 1))
 
 
-def _decode(rows: int, context: int = _CONTEXT, with_ends: bool = True) -> TimeMicrobatch:
-    return TimeMicrobatch(rows, 1, context, _POINT_S, with_ends)
+class _Orders:
+    """The microbatches that are timed."""
+
+    def __init__(self, point_s: float) -> None:
+        self.decodes = [TimeMicrobatch(rows, 1, _CONTEXT, point_s, True) for rows in _DECODE_ROWS]
+        self.decode = TimeMicrobatch(_CONTEXT_ROWS, 1, _CONTEXT, point_s, True)
+        self.long_decode = TimeMicrobatch(_CONTEXT_ROWS, 1, _LONG_CONTEXT, point_s, False)
+        self.chunk = TimeMicrobatch(1, _CHUNK, 0, point_s, False)
+        self.late_chunk = TimeMicrobatch(1, _CHUNK, _LONG_CONTEXT, point_s, False)
+        self.long_chunk = TimeMicrobatch(1, _LONG_CHUNK, 0, point_s, False)
+        self.all = [*self.decodes, self.long_decode, self.chunk, self.late_chunk, self.long_chunk]
 
 
-def _chunk(num_tokens: int, num_cached: int = 0) -> TimeMicrobatch:
-    return TimeMicrobatch(1, num_tokens, num_cached, _POINT_S, False)
-
-
-def _orders() -> list[TimeMicrobatch]:
-    decodes = [_decode(rows) for rows in _DECODE_ROWS]
-    return [*decodes, _decode(_CONTEXT_ROWS, _LONG_CONTEXT), _chunk(_CHUNK), _chunk(_CHUNK, _LONG_CONTEXT),
-            _chunk(_LONG_CHUNK)]  # fmt: skip
-
-
-def _slowdown(processes: _Processes, num_at_once: int, before: float) -> float:
+def _slowdown(processes: _Processes, num_at_once: int, before: float, point_s: float) -> float:
     """How much longer layers take with so many stages at once; never less than with fewer."""
     ratios = []
     for rows in _AT_ONCE_ROWS:
-        order = _decode(rows, with_ends=False)
+        order = TimeMicrobatch(rows, 1, _CONTEXT, point_s, False)
         # Alone again, just before: the host may have become faster or slower since.
         alone_s = processes.time(order, 1)[0].layers_s
         ratios += [measured.layers_s / alone_s for measured in processes.time(order, num_at_once)]
@@ -157,31 +161,28 @@ def _slowdown(processes: _Processes, num_at_once: int, before: float) -> float:
 class _Fit:
     """Curves and coefficients from what was measured alone."""
 
-    def __init__(self, alone: dict[TimeMicrobatch, Measured], num_layers: int) -> None:
-        decodes = [alone[_decode(rows)] for rows in _DECODE_ROWS]
-        per_layer_s = {order: measured.layers_s / num_layers for order, measured in alone.items()}
-        self.stage_s = max(
-            0.0, median(one.one_layer_s - one.layers_s / num_layers for one in decodes[: len(decodes) // 2])
-        )
-        extra_tokens = _CONTEXT_ROWS * (_LONG_CONTEXT - _CONTEXT)
-        extra_s = per_layer_s[_decode(_CONTEXT_ROWS, _LONG_CONTEXT)] - per_layer_s[_decode(_CONTEXT_ROWS)]
-        self.attention_token_s = max(_LEAST_S, extra_s / extra_tokens)
-        extra_s = per_layer_s[_chunk(_CHUNK, _LONG_CONTEXT)] - per_layer_s[_chunk(_CHUNK)]
+    def __init__(self, orders: _Orders, alone: dict[TimeMicrobatch, Measured], num_layers: int) -> None:
+        decodes = [alone[order] for order in orders.decodes]
+        a_layer_s = {order: measured.layers_s / num_layers for order, measured in alone.items()}
+        few = decodes[: len(decodes) // 2]
+        self.stage_s = max(0.0, median(one.one_layer_s - one.layers_s / num_layers for one in few))
+        extra_s = a_layer_s[orders.long_decode] - a_layer_s[orders.decode]
+        self.attention_token_s = max(_LEAST_S, extra_s / (_CONTEXT_ROWS * (_LONG_CONTEXT - _CONTEXT)))
+        extra_s = a_layer_s[orders.late_chunk] - a_layer_s[orders.chunk]
         self.prefill_attention_s = max(0.0, extra_s / (2 * _LONG_CONTEXT * _CHUNK))
         layer_s = [
-            max(_LEAST_S, per_layer_s[_decode(rows)] - self.attention_token_s * rows * _CONTEXT)
-            for rows in _DECODE_ROWS
+            a_layer_s[order] - self.attention_token_s * order.num_rows * order.cached_tokens for order in orders.decodes
         ]
         layer_s += [
-            max(_LEAST_S, per_layer_s[_chunk(tokens)] - self.prefill_attention_s * tokens**2)
-            for tokens in (_CHUNK, _LONG_CHUNK)
+            a_layer_s[order] - self.prefill_attention_s * order.new_tokens**2
+            for order in (orders.chunk, orders.long_chunk)
         ]
-        self.layer_s = Curve((*_DECODE_ROWS, _CHUNK, _LONG_CHUNK), tuple(layer_s))
+        self.layer_s = Curve((*_DECODE_ROWS, _CHUNK, _LONG_CHUNK), tuple(max(_LEAST_S, one_s) for one_s in layer_s))
         head_s = [one.last_layer_s - one.layers_s / num_layers - self.stage_s for one in decodes]
         self.head_s = Curve(_DECODE_ROWS, tuple(max(_LEAST_S, time_s) for time_s in head_s))
-        few, many = decodes[0].prepare_s, decodes[-1].prepare_s
-        self.prepare_row_s = max(0.0, (many - few) / (_DECODE_ROWS[-1] - _DECODE_ROWS[0]))
-        self.prepare_s = max(0.0, few - self.prepare_row_s)
+        first, last = decodes[0].prepare_s, decodes[-1].prepare_s
+        self.prepare_row_s = max(0.0, (last - first) / (_DECODE_ROWS[-1] - _DECODE_ROWS[0]))
+        self.prepare_s = max(0.0, first - self.prepare_row_s)
 
 
 class _Processes:

@@ -1,0 +1,107 @@
+"""What a plan predicts beside what a run measures, on this machine: throughput and TPOT by stages and requests.
+
+    python benchmarks/plan.py MODEL [--stages 1 2 3] [--requests 1 8 32]
+
+Calibrates first (`stageline plan MODEL --calibrate`), then simulates every cell and measures it with what `stageline
+bench throughput` runs, one pipeline per number of stages; each cell is measured several times, in rounds, and its
+median taken. Run it on a quiet machine: what else runs on the cores is measured too. About 4 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import dataclass
+from statistics import median
+
+from stageline import LLM, SamplingParams
+from stageline.checkpoint import open_checkpoint
+from stageline.cli.bench_report import BenchReport
+from stageline.cli.plan_calibrate import format_profile
+from stageline.config.engine_config import EngineConfig
+from stageline.cost.host_profile import HostProfile, layer_shape
+from stageline.cost.model_costs import model_costs
+from stageline.engine.startup import scheduler_limits
+from stageline.loadgen.workload import draw_random, uniform
+from stageline.planner.calibrate import calibrate_host
+from stageline.planner.host_pipeline import host_pipeline
+from stageline.planner.simulate import SimulatedMemory, SimulatedRun, simulate
+from stageline.timeline.analysis import analyse
+
+INPUT_LEN, OUTPUT_LEN, NUM_ROUNDS = 128, 64, 3
+CELL_TARGET, MEDIAN_TARGET = 0.15, 0.08
+
+
+@dataclass(frozen=True)
+class Measured:
+    tokens_per_s: float
+    tpot_s: float
+    ttft_s: float
+    bubble: float
+
+
+def measure(llm: LLM, num_requests: int, seed: int) -> Measured:
+    words = random.Random(seed)
+    prompts = [words.choices(range(llm.spec.vocab_size), k=INPUT_LEN) for _ in range(num_requests)]
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_LEN, ignore_eos=True)
+    start_s = llm.clock.now_s()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    elapsed_s = llm.clock.now_s() - start_s
+    pipeline = analyse(llm.spans(start_s), llm.config.pipeline_parallel_size)
+    report = BenchReport("throughput", llm.config, outputs, [elapsed_s], pipeline)
+    assert report.tpot is not None and report.ttft is not None
+    return Measured(
+        report.num_output_tokens / elapsed_s, report.tpot.mean_s, report.ttft.mean_s, pipeline.bubble_fraction
+    )
+
+
+def predict(llm: LLM, profile: HostProfile, num_requests: int) -> SimulatedRun:
+    requests = draw_random(num_requests, uniform(INPUT_LEN, 0), uniform(OUTPUT_LEN, 0), random.Random(0))
+    pipeline = host_pipeline(profile, layer_shape(model_costs(llm.spec)), llm.partition)
+    memory = SimulatedMemory(llm.kv_plan.num_blocks, llm.kv_plan.block_size, False)
+    return simulate(requests, pipeline, llm.partition, scheduler_limits(llm.config, llm.max_model_len), memory)
+
+
+def mean(times_s: list[float]) -> float:
+    return sum(times_s) / len(times_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
+    args = parser.parse_args()
+    start_s = time.monotonic()
+    profile = calibrate_host(EngineConfig(model=args.model), open_checkpoint(args.model))
+    print(f"{format_profile(profile)}\ncalibrated in {time.monotonic() - start_s:.0f} s\n", flush=True)
+    print("stages requests |  tokens/s: predicted measured  error |  TPOT ms: predicted measured  error | bubbles")
+    errors = []
+    for num_stages in args.stages:
+        with LLM(args.model, pipeline_parallel_size=num_stages, enable_prefix_caching=False) as llm:
+            measure(llm, max(args.requests), 0)
+            runs: dict[int, list[Measured]] = {number: [] for number in args.requests}
+            for number in range(NUM_ROUNDS):
+                for num_requests in args.requests:
+                    runs[num_requests].append(measure(llm, num_requests, number + 1))
+            for num_requests, found in runs.items():
+                run = predict(llm, profile, num_requests)
+                rate, tpot_s = median(one.tokens_per_s for one in found), median(one.tpot_s for one in found)
+                predicted_s = mean(run.tpot_s)
+                rate_error, tpot_error = run.output_tokens_per_s / rate - 1, predicted_s / tpot_s - 1
+                errors += [rate_error, tpot_error]
+                bubbles = f"{run.report().bubble_fraction:.1%} {median(one.bubble for one in found):.1%}"
+                rates = f"{run.output_tokens_per_s:20.1f} {rate:8.1f} {rate_error:+6.1%}"
+                tpots = f"{predicted_s * 1e3:19.1f} {tpot_s * 1e3:8.1f} {tpot_error:+6.1%}"
+                print(f"{num_stages:6d} {num_requests:8d} | {rates} | {tpots} | {bubbles}", flush=True)
+    sizes = [abs(error) for error in errors]
+    verdict = "kept" if max(sizes) <= CELL_TARGET and median(sizes) <= MEDIAN_TARGET else "missed"
+    print(
+        f"\nlargest error {max(sizes):.1%} (target {CELL_TARGET:.0%}), median {median(sizes):.1%} "
+        f"(target {MEDIAN_TARGET:.0%}): {verdict}; {time.monotonic() - start_s:.0f} s in all"
+    )
+
+
+if __name__ == "__main__":
+    main()

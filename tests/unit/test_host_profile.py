@@ -1,0 +1,105 @@
+"""A host's profile is kept and found again, and stages' times follow from it in proportion to what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stageline.cost.host_profile import (
+    Curve,
+    EngineCosts,
+    HostKey,
+    HostProfile,
+    LayerShape,
+    MessageCosts,
+    load_host_profile,
+    save_host_profile,
+    stage_times_of,
+)
+from stageline.pipeline.microbatch import Microbatch
+from stageline.pipeline.partition import stages_of
+from stageline.planner.host_pipeline import host_pipeline
+
+SHAPE = LayerShape((1e6,) * 6, 2e6, 512.0, 1024.0)
+
+
+def profile() -> HostProfile:
+    return HostProfile(
+        key=HostKey("A processor", 4, "auto", "bfloat16", "none", 2, "auto"),
+        model="model.gguf",
+        shape=SHAPE,
+        layer_s=Curve((1, 4, 64, 512), (1e-3, 1.5e-3, 4e-3, 32e-3)),
+        head_s=Curve((1, 64), (2e-3, 8e-3)),
+        stage_s=1e-4,
+        attention_token_s=1e-8,
+        prefill_attention_s=2e-9,
+        slowdowns=(1.0, 1.2),
+        prepare_s=2e-4,
+        prepare_row_s=1e-6,
+        messages=MessageCosts(1e-5, 3e-5, 1e9),
+        engine=EngineCosts(1e-4, 1e-6, 2e-5, 3e-6, 1e-5, 2e-6),
+        memory_bytes_per_s=1e10,
+        memory_bytes=1e10,
+    )
+
+
+def decodes(rows: int, context: int) -> Microbatch:
+    return Microbatch(
+        0, 0, [], [], [], list(range(rows)), [context] * rows, [1] * rows, [0] * rows, list(range(rows))
+    )
+
+
+def chunk(cached: int, new: int) -> Microbatch:
+    return Microbatch(0, 0, [], [], [], [1], [cached], [new], [0] * new, [])
+
+
+def test_a_curve_is_straight_between_its_points_and_in_proportion_beyond_them() -> None:
+    curve = Curve((2, 4, 8), (1.0, 2.0, 3.0))
+    assert [curve.at(number) for number in (0, 1, 2, 3, 4, 6, 8, 16)] == [0.0, 1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 6.0]
+
+
+def test_a_stage_takes_its_layers_their_attention_and_what_it_holds_besides() -> None:
+    times = stage_times_of(profile(), SHAPE, stages_of((2, 4)))
+    attention_s = 4 * 100 * 1e-8
+    assert times(decodes(4, 100)) == pytest.approx(
+        [1e-4 + 2 * (1.5e-3 + attention_s), 1e-4 + 4 * (1.5e-3 + attention_s) + profile().head_s.at(4)]
+    )
+    # A chunk that is not a prompt's last needs no token, so no head.
+    attention_s = (2 * 300 * 64 + 64 * 64) * 2e-9
+    assert times(chunk(300, 64)) == pytest.approx([1e-4 + 2 * (4e-3 + attention_s), 1e-4 + 4 * (4e-3 + attention_s)])
+
+
+def test_another_models_layers_cost_in_proportion_to_their_weights_and_its_cache() -> None:
+    larger = LayerShape((3e6, 3e6, 1e6), 4e6, 1024.0, 2048.0)
+    first, last = stage_times_of(profile(), larger, stages_of((2, 1)))(decodes(1, 1000))
+    assert first == pytest.approx(1e-4 + 6 * 1e-3 + 2 * 2 * 1000 * 1e-8)
+    assert last == pytest.approx(1e-4 + 1e-3 + 2 * 1000 * 1e-8 + 2 * 2e-3)
+
+
+def test_the_host_is_a_pipeline_whose_stages_share_its_cores() -> None:
+    pipeline = host_pipeline(profile(), SHAPE, stages_of((2, 2, 2)))
+    assert pipeline.host is not None
+    assert pipeline.host.num_cores == 2, "two threads a stage, four cores"
+    assert [pipeline.host.slowdown(number) for number in (0, 1, 2, 3)] == [1.0, 1.0, 1.2, 1.2]
+    assert pipeline.launch_s == pytest.approx(1e-4 + 3 * 1e-5)
+
+
+def test_the_planners_device_multiplies_at_the_measured_rates() -> None:
+    device = profile().as_device()
+    assert device.measured_flops_per_s(4) == pytest.approx(2 * 4 * 1e6 / 1.5e-3)
+    assert device.kv_bytes_per_s == pytest.approx(512 / 1e-8)
+
+
+def test_what_was_kept_is_found_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = profile()
+    assert load_host_profile(kept.key) is None
+    path = save_host_profile(kept)
+    assert path.is_relative_to(tmp_path) and load_host_profile(kept.key) == kept
+    other = msgspec.structs.replace(kept.key, machine="Another")
+    other.path.write_bytes(path.read_bytes())
+    assert load_host_profile(other) is None, "measured on another machine"
+    path.write_bytes(b"{}")
+    assert load_host_profile(kept.key) is None
