@@ -85,9 +85,11 @@ WITHOUT_ENGINE_FLAGS = {
     """),
     "key new": ["--out"],
     "plan": _words("""
-        --cluster --concurrency --data-parallel-size --kv-cache-dtype --list --max-num-batched-tokens --memory-fraction
-        --min-tokens-per-s --objective --output-tokens --pareto --pipeline-parallel-size --prompt-tokens --table
-        --tensor-parallel-size --top --weights --yaml -dp -pp -tp
+        --burstiness --calibrate --cluster --concurrency --data-parallel-size --dataset-name --dataset-path
+        --kv-cache-dtype --list --max-concurrency --max-num-batched-tokens --memory-fraction --min-tokens-per-s
+        --num-prefixes --num-prompts --objective --output-tokens --pareto --pipeline-parallel-size --prefix-len
+        --prompt-tokens --range-ratio --request-rate --save --seed --simulate --table --tensor-parallel-size
+        --time-scale --top --trace-out --weights --yaml -dp -pp -tp
     """),
     "probe": ["--cluster-key-file", "--insecure", "--interface", "--json", "--listen", "--port"],
     "timeline": ["--api-key", "--ca-file", "--chrome", "--png", "--save", "--seconds", "--url", "--width"],
