@@ -16,7 +16,7 @@ from stageline.engine.core import EngineCore
 from stageline.executor.executor import Executor
 from stageline.executor.in_process import InProcessExecutor
 from stageline.executor.multi_process import MultiProcessExecutor
-from stageline.kv.kv_cache_manager import KVCacheManager
+from stageline.kv.kv_cache_manager import KVCacheManager, WindowBlocks
 from stageline.pipeline.microbatch import MicrobatchLimits
 from stageline.pipeline.partition import partition_layers
 from stageline.request import EngineRequest, RequestUpdate
@@ -67,6 +67,7 @@ class Case:
     max_chunk_tokens: int | None = None
     prefix_caching: bool = True
     num_blocks: int = 400
+    window_blocks: WindowBlocks | None = None
     max_num_batched_tokens: int = 256
     window: int | None = None
     look_ahead: bool = True
@@ -109,11 +110,12 @@ def make_core(pipeline: StartedPipeline, case: Case) -> EngineCore:
         max_num_seqs=64,
         max_num_batched_tokens=case.max_num_batched_tokens,
         max_model_len=MAX_MODEL_LEN,
+        num_window_blocks=0 if case.window_blocks is None else case.window_blocks.num_blocks,
     )
     pipeline.executor.allocate(limits)
     window = case.window or pipeline.num_stages
     scheduler = Scheduler(
-        KVCacheManager(case.num_blocks, BLOCK_SIZE, case.prefix_caching),
+        KVCacheManager(case.num_blocks, BLOCK_SIZE, case.prefix_caching, case.window_blocks),
         SchedulerLimits(
             num_stages=pipeline.num_stages,
             window=window,

@@ -19,10 +19,14 @@ class LayerCache:
 
     The shape says how much room a block and a head have. In which order the block_size * head_dim elements lie there is
     known to the backend that stored them, and to nobody else.
+
+    Args:
+        has_window_blocks: whether its blocks are those that `AttentionMetadata.in_window` tells of.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    has_window_blocks: bool = False
 
     @property
     def block_size(self) -> int:
@@ -42,6 +46,8 @@ class AttentionMetadata:
         block_tables: int32 [rows, max blocks of any row] on the device; entries past a row's end are 0.
         slot_mapping: int64 [tokens] on the device: block id * block_size + offset for each new token.
         positions: int64 [tokens] on the device.
+        in_window: the same with other block tables and slots, for layers with a window that have blocks of their own.
+            Entries before the window may be any.
     """
 
     num_decode_rows: int
@@ -52,6 +58,14 @@ class AttentionMetadata:
     block_tables: torch.Tensor
     slot_mapping: torch.Tensor
     positions: torch.Tensor
+    in_window: AttentionMetadata | None = None
+
+    def of(self, cache: LayerCache) -> AttentionMetadata:
+        """What tells of this cache's blocks."""
+        if not cache.has_window_blocks:
+            return self
+        assert self.in_window is not None, "the layer's blocks are unknown"
+        return self.in_window
 
 
 class Rotation(Protocol):

@@ -109,12 +109,13 @@ class _Plan:
 
 
 class TorchPagedAttention:
-    """The torch implementation of `AttentionBackend`; see there for shapes. Keeps the latest microbatch's plan."""
+    """The torch implementation of `AttentionBackend`; see there for shapes. Keeps the latest microbatch's plans: one,
+    or two if layers with a window have blocks of their own."""
 
     def __init__(self, device: torch.device, working_set: WorkingSet | None = None) -> None:
         self._working_set = working_set or WorkingSet.of(device)
         self._is_future = torch.ones(_MAX_TILE_TOKENS, _MAX_TILE_TOKENS, dtype=torch.bool, device=device).triu_(1)
-        self._latest_plan: _Plan | None = None
+        self._latest_plans: tuple[_Plan, ...] = ()
 
     def rotate_and_store(
         self, heads: torch.Tensor, rotation: Rotation | None, metadata: AttentionMetadata, cache: LayerCache
@@ -208,14 +209,15 @@ class TorchPagedAttention:
         return min(max(fitting, _MIN_TILE_TOKENS), _MAX_TILE_TOKENS)
 
     def _plan(self, metadata: AttentionMetadata, cache: LayerCache) -> _Plan:
-        plan = self._latest_plan
-        if plan is None or plan.metadata is not metadata:
+        plan = next((plan for plan in self._latest_plans if plan.metadata is metadata), None)
+        if plan is None:
             block_size, num_kv_heads = cache.block_size, cache.keys.shape[1]
             blocks = torch.div(metadata.slot_mapping, block_size, rounding_mode="floor")
             heads = torch.arange(num_kv_heads, device=blocks.device)
             runs = blocks.unsqueeze(1) * num_kv_heads + heads
             rows = runs * block_size + (metadata.slot_mapping - blocks * block_size).unsqueeze(1)
-            self._latest_plan = plan = _Plan(metadata, rows.view(-1))
+            plan = _Plan(metadata, rows.view(-1))
+            self._latest_plans = (*self._latest_plans[-1:], plan)
         return plan
 
     def _window_plan(self, metadata: AttentionMetadata, cache: LayerCache, sliding_window: int | None) -> _WindowPlan:

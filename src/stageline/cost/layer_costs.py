@@ -37,15 +37,15 @@ class MeasuredCosts:
 
 
 def layer_kinds(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """[layers] numbers that are equal where layers have the same tensors: names, shapes and encodings."""
-    kinds: dict[tuple[tuple[str, tuple[int, ...], str], ...], int] = {}
+    """[layers] numbers that are equal where layers have the same tensors (names, shapes, encodings) and window."""
+    kinds: dict[object, int] = {}
     numbers = []
     for layer in range(checkpoint.spec.num_layers):
         prefix = f"model.layers.{layer}."
         names = stage_tensor_names(checkpoint, range(layer, layer + 1), is_first=False, is_last=False)
         entries = [checkpoint.tensors[name] for name in names]
         signature = tuple(sorted((e.name.removeprefix(prefix), e.shape, e.encoding) for e in entries))
-        numbers.append(kinds.setdefault(signature, len(kinds)))
+        numbers.append(kinds.setdefault((checkpoint.spec.window_of(layer), signature), len(kinds)))
     return tuple(numbers)
 
 
@@ -129,7 +129,8 @@ def item_bytes(checkpoint: Checkpoint, itemsize: int, keeps_quantized: bool, kv_
 def analytic_costs(
     checkpoint: Checkpoint, planned: PlannedMicrobatch, sizes: ItemBytes, kv_bytes_per_token: int
 ) -> ItemCosts:
-    """An estimate from shapes: matrix products or reading the weights, whichever is slower, and reading the KV cache.
+    """An estimate from shapes: matrix products or reading the weights, whichever is slower, and reading the KV cache
+    as far as a layer sees it.
 
     Of a mixture of experts, a token is multiplied by the experts it chose only, and weights are read of those that some
     token chose, as if all were chosen alike.
@@ -138,8 +139,8 @@ def analytic_costs(
         sizes: weights alone, without KV cache.
         kv_bytes_per_token: of one layer.
     """
-    attention_s = planned.num_rows * planned.context_tokens * kv_bytes_per_token / _BYTES_PER_S
-    moe = checkpoint.spec.moe
+    spec = checkpoint.spec
+    moe = spec.moe
     chosen = 1.0 if moe is None else moe.num_experts_per_token / moe.num_experts
 
     def weights_s(layers: range, is_last: bool, num_bytes: int) -> float:
@@ -152,10 +153,15 @@ def analytic_costs(
         read_s = num_bytes * num_read / max(1, num_weights) / _BYTES_PER_S
         return max(2.0 * planned.num_rows * num_multiplied / _FLOPS_PER_S, read_s)
 
+    def attention_s(layer: int) -> float:
+        window = spec.window_of(layer)
+        seen = planned.context_tokens if window is None else min(window, planned.context_tokens)
+        return planned.num_rows * seen * kv_bytes_per_token / _BYTES_PER_S
+
     return ItemCosts(
-        embedding_s=planned.num_rows * checkpoint.spec.hidden_size * 4 / _BYTES_PER_S,
+        embedding_s=planned.num_rows * spec.hidden_size * 4 / _BYTES_PER_S,
         layers_s=tuple(
-            weights_s(range(layer, layer + 1), False, num_bytes) + attention_s
+            weights_s(range(layer, layer + 1), False, num_bytes) + attention_s(layer)
             for layer, num_bytes in enumerate(sizes.layers)
         ),
         head_s=weights_s(range(0), True, sizes.head),

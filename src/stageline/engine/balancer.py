@@ -164,7 +164,8 @@ class Balancer:
         self.layout = replace(planned, reports=tuple(reports))
         limits = self._rules.limits(self.layout)
         config = self._rules.config
-        kv = KVCacheManager(limits.num_blocks, limits.block_size, config.enable_prefix_caching)
+        window = self.layout.kv_plan.window
+        kv = KVCacheManager(limits.num_blocks, limits.block_size, config.enable_prefix_caching, window)
         self._executor.allocate(limits, *scheduler.start_over(kv))
         now_s = self._clock.now_s()
         if self._watch is not None:

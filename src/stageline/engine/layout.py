@@ -6,6 +6,7 @@ it, and what would not fit is refused while the pipeline still runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,8 +19,8 @@ from stageline.cost.layer_costs import item_bytes
 from stageline.engine.startup_table import format_startup_table
 from stageline.errors import ConfigError
 from stageline.executor.messages import StageLoaded
-from stageline.kv.kv_plan import KVCacheMemory, KVPlan, parse_kv_cache_memory, plan_kv_cache
-from stageline.kv.kv_size import kv_bytes_per_token
+from stageline.kv.kv_plan import KVCacheMemory, KVPlan, WindowNeed, parse_kv_cache_memory, plan_kv_cache
+from stageline.kv.kv_size import kept_window, kv_bytes_by_kind, kv_bytes_per_token, window_share
 from stageline.pipeline.microbatch import MicrobatchLimits
 from stageline.pipeline.partition import StageLayers
 from stageline.pipeline.partition_by_cost import ItemBytes, StageRoom
@@ -57,18 +58,33 @@ class LayoutRules:
         """Raises: ConfigError if the KV cache that was asked for does not fit."""
         config = self.config
         asked = parse_kv_cache_memory(config.kv_cache_memory, len(partition))
-        bytes_per_token = [
-            kv_bytes_per_token(self.checkpoint.spec, len(part.layers), ITEMSIZE[report.dtype])
+        window = kept_window(self.checkpoint.spec, self._max_model_len)
+        kinds = [
+            kv_bytes_by_kind(self.checkpoint.spec, part.layers, ITEMSIZE[report.dtype], window)
             for part, report in zip(partition, reports, strict=True)
         ]
+        need = None if window is None else self._window_need(window, [windowed for _, windowed in kinds])
+        share = 1.0 if need is None else need.share
         plan = plan_kv_cache(
             asked,
-            free_bytes_per_stage(asked, reports, bytes_per_token),
-            bytes_per_token,
+            free_bytes_per_stage(asked, reports, [math.ceil(full + share * windowed) for full, windowed in kinds]),
+            [full for full, _ in kinds],
             config.block_size,
             max_useful_blocks=config.max_num_seqs * -(-self._max_model_len // config.block_size),
+            window=need,
         )
         return Layout(tuple(partition), tuple(reports), plan)
+
+    def _window_need(self, window: int, bytes_per_token: list[int]) -> WindowNeed:
+        """A request that is computed has its window, the chunk before and the one that is next."""
+        config = self.config
+        tokens = window + 2 * config.max_num_batched_tokens
+        return WindowNeed(
+            window,
+            bytes_per_token,
+            window_share(window, config.block_size, self._max_model_len),
+            least_blocks=-(-tokens // config.block_size) + 2,
+        )
 
     def elsewhere(self, layout: Layout, partition: Sequence[StageLayers]) -> Layout:
         """What another cut of the same pipeline would be.
@@ -113,6 +129,7 @@ class LayoutRules:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=self._max_model_len,
+            num_window_blocks=0 if layout.kv_plan.window is None else layout.kv_plan.window.num_blocks,
         )
 
     def _weight_bytes(self, part: StageLayers, report: StageLoaded) -> int:

@@ -202,7 +202,7 @@ def _facts(pipeline: Pipeline, config: EngineProcessConfig) -> EngineFacts:
                 first_layer=part.layers.start,
                 end_layer=part.layers.stop,
                 weight_bytes=report.weight_bytes,
-                kv_bytes=kv.bytes_per_token * plan.num_tokens,
+                kv_bytes=kv.used_bytes,
             )
             for part, report, kv in zip(pipeline.partition, pipeline.reports, plan.stages, strict=True)
         ],

@@ -207,7 +207,7 @@ def _make_core(
     clock: Clock,
     balancer: Balancer,
 ) -> EngineCore:
-    kv = KVCacheManager(plan.num_blocks, config.block_size, config.enable_prefix_caching)
+    kv = KVCacheManager(plan.num_blocks, config.block_size, config.enable_prefix_caching, plan.window)
     return EngineCore(executor, Scheduler(kv, scheduler_limits(config, max_model_len), masks), clock, balancer)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stageline.executor.messages import StageLoaded
-from stageline.kv.kv_plan import KVPlan
+from stageline.kv.kv_plan import KVPlan, StageKV
 from stageline.pipeline.partition import StageLayers
 
 _HEADINGS = ("stage", "layers", "also holds", "weights", "KV per token", "KV blocks possible", "left unused")
@@ -22,7 +22,7 @@ def format_startup_table(partition: Sequence[StageLayers], reports: Sequence[Sta
                 f"[{part.layers.start}, {part.layers.stop})",
                 ", ".join(also) or "-",
                 format_bytes(report.weight_bytes),
-                format_bytes(kv.bytes_per_token),
+                _kv_per_token(kv),
                 f"{kv.num_possible_blocks:,}",
                 format_bytes(kv.unused_bytes),
             )
@@ -32,6 +32,12 @@ def format_startup_table(partition: Sequence[StageLayers], reports: Sequence[Sta
     return "\n".join([f"pipeline of {count_stages(len(partition))}, {reports[0].dtype}", *lines, _kv_line(plan)])
 
 
+def _kv_per_token(kv: StageKV) -> str:
+    if not kv.window_bytes_per_token:
+        return format_bytes(kv.bytes_per_token)
+    return f"{format_bytes(kv.bytes_per_token)} + {format_bytes(kv.window_bytes_per_token)} in windows"
+
+
 def _kv_line(plan: KVPlan) -> str:
     if plan.limiting_stage is None:
         why = "as much as max_num_seqs requests of max_model_len can use"
@@ -39,7 +45,14 @@ def _kv_line(plan: KVPlan) -> str:
         why = "all of its share"
     else:
         why = f"s{plan.limiting_stage} limits"
-    return f"KV cache: {plan.num_blocks:,} blocks of {plan.block_size} tokens = {plan.num_tokens:,} tokens ({why})"
+    line = f"KV cache: {plan.num_blocks:,} blocks of {plan.block_size} tokens = {plan.num_tokens:,} tokens ({why})"
+    if plan.window is None:
+        return line
+    window, kept = plan.window, plan.window.num_blocks * plan.block_size
+    return (
+        f"{line}; layers with a window of {window.num_tokens:,} tokens keep {window.num_blocks:,} blocks = {kept:,} "
+        "tokens of all requests"
+    )
 
 
 def count_stages(num_stages: int) -> str:

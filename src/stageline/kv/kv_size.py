@@ -4,6 +4,29 @@ from __future__ import annotations
 
 from stageline.checkpoint.model_spec import ModelSpec
 
+_WINDOWS_PER_REQUEST = 4
+"""Requests are expected to be at least so many windows long, or as long as the model allows: so much fewer are the
+blocks of layers with a window. Shorter requests find fewer of these blocks, longer ones leave some unused."""
+
+
+def kept_window(spec: ModelSpec, max_model_len: int) -> int | None:
+    """Tokens that layers with a window keep; None if no window is shorter than the longest sequence."""
+    windows = [window for window in map(spec.window_of, range(spec.num_layers)) if window is not None]
+    longest = max(windows, default=max_model_len)
+    return longest if longest < max_model_len and spec.mla is None else None
+
+
+def window_share(window: int, block_size: int, max_model_len: int) -> float:
+    """Blocks of layers with a window, as a fraction of the others."""
+    return min(1.0, (window + 2 * block_size) / min(max_model_len, _WINDOWS_PER_REQUEST * window))
+
+
+def kv_bytes_by_kind(spec: ModelSpec, layers: range, itemsize_bytes: int, window: int | None) -> tuple[int, int]:
+    """Bytes of one token in the layers that keep all tokens, and in those that keep a window's."""
+    num_windowed = sum(spec.window_of(layer) is not None for layer in layers) if window is not None else 0
+    per_layer = kv_bytes_per_token(spec, 1, itemsize_bytes)
+    return (len(layers) - num_windowed) * per_layer, num_windowed * per_layer
+
 
 def kv_bytes_per_token(spec: ModelSpec, num_layers: int, itemsize_bytes: int) -> int:
     """Bytes one token's keys and values take in the caches of `num_layers` layers.

@@ -44,7 +44,8 @@ class DecoderStage:
         """
         assert len(caches) == len(self._block_of)
         self._caches = caches
-        self._recorded = record_blocks(self._run_blocks, self._like, max_tokens)
+        has_window_blocks = any(cache.has_window_blocks for cache in caches)
+        self._recorded = record_blocks(self._run_blocks, self._like, max_tokens, has_window_blocks)
 
     def release(self) -> None:
         """Forget the KV cache, so that its memory is free for another."""
@@ -82,7 +83,7 @@ class DecoderStage:
         hidden_states: torch.Tensor = inputs
         residual: torch.Tensor | None = None
         for block, cache in zip(self._block_of.values(), self._caches, strict=True):
-            hidden_states, residual = block(hidden_states, residual, metadata, cache)
+            hidden_states, residual = block(hidden_states, residual, metadata.of(cache), cache)
             if on_block is not None:
                 on_block()
         assert residual is not None, "a stage has a layer"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from ctypes import c_int64
+from dataclasses import replace
 
 import torch
 
@@ -28,11 +29,14 @@ RunBlocks = Callable[[torch.Tensor, AttentionMetadata, OnBlock | None], tuple[to
 _NUM_ROWS, _TABLE_WIDTH = 2, 3  # while recording; any would do
 
 
-def record_blocks(run_blocks: RunBlocks, like: torch.Tensor, max_tokens: int) -> RecordedBlocks | None:
+def record_blocks(
+    run_blocks: RunBlocks, like: torch.Tensor, max_tokens: int, has_window_blocks: bool = False
+) -> RecordedBlocks | None:
     """Args:
         run_blocks: uses the same KV cache and weights each time. It is run once, on a token in the cache's first block.
         like: hidden states [1, hidden]; they tell dtype, device and size.
         max_tokens: of a microbatch.
+        has_window_blocks: whether some layers have blocks of their own for their window.
     Returns: None if they cannot be recorded.
     """
     library = kernels.library(like.device, like.dtype)
@@ -40,9 +44,9 @@ def record_blocks(run_blocks: RunBlocks, like: torch.Tensor, max_tokens: int) ->
         return None
     with torch.inference_mode():
         # What layers make at their first use is made now.
-        run_blocks(like, _metadata(1, 1, 1), None)
+        run_blocks(like, _metadata(1, 1, 1, has_window_blocks), None)
         try:
-            return RecordedBlocks(library, run_blocks, like, max_tokens)
+            return RecordedBlocks(library, run_blocks, like, max_tokens, has_window_blocks)
         except CannotRecord as reason:
             logger.debug("the blocks run one kernel at a time: %s", reason)
             return None
@@ -51,15 +55,18 @@ def record_blocks(run_blocks: RunBlocks, like: torch.Tensor, max_tokens: int) ->
 class RecordedBlocks:
     """See `record_blocks`. Raises: CannotRecord."""
 
-    def __init__(self, library: CpuKernels, run_blocks: RunBlocks, like: torch.Tensor, max_tokens: int) -> None:
+    def __init__(
+        self, library: CpuKernels, run_blocks: RunBlocks, like: torch.Tensor, max_tokens: int, has_window_blocks: bool
+    ) -> None:
         sizes = {
             Argument.NUM_TOKENS: max_tokens,
             Argument.NUM_ROWS: _NUM_ROWS,
             Argument.TABLE_WIDTH: _TABLE_WIDTH,
         }
         hidden_states = torch.empty(max_tokens, like.shape[1], dtype=like.dtype)
-        metadata = _metadata(max_tokens, _NUM_ROWS, _TABLE_WIDTH)
-        recording = Recording(sizes, [hidden_states, *_tensors(metadata)])
+        metadata = _metadata(max_tokens, _NUM_ROWS, _TABLE_WIDTH, has_window_blocks)
+        inputs = [hidden_states, *_tensors(metadata)]
+        recording = Recording(sizes, inputs)
         with recording.active():
             self._output, self._residual = run_blocks(hidden_states, metadata, recording.mark)
         if self._residual.data_ptr() == hidden_states.data_ptr():
@@ -69,7 +76,7 @@ class RecordedBlocks:
         self._max_tokens = max_tokens
         self._shape = like.shape[1:]
         self._dtype = like.dtype
-        self._values = (c_int64 * (len(sizes) + 6))()
+        self._values = (c_int64 * (len(sizes) + len(inputs)))()
 
     def __call__(
         self, hidden_states: torch.Tensor, metadata: AttentionMetadata, on_block: OnBlock | None = None
@@ -88,19 +95,21 @@ class RecordedBlocks:
 
 
 def _tensors(metadata: AttentionMetadata) -> list[torch.Tensor]:
+    others = metadata.in_window
     return [
         metadata.positions,
         metadata.slot_mapping,
         metadata.query_starts,
         metadata.context_lens,
         metadata.block_tables,
+        *([] if others is None else [others.slot_mapping, others.block_tables]),
     ]
 
 
-def _metadata(num_tokens: int, num_rows: int, table_width: int) -> AttentionMetadata:
+def _metadata(num_tokens: int, num_rows: int, table_width: int, has_window_blocks: bool) -> AttentionMetadata:
     """One token in each row but the last, which has the others; all in the cache's first block."""
     row_ends = [*range(1, num_rows), num_tokens]
-    return AttentionMetadata(
+    metadata = AttentionMetadata(
         num_decode_rows=0,
         num_scheduled_tokens=[1] * (num_rows - 1) + [num_tokens - num_rows + 1],
         num_computed_tokens=[0] * num_rows,
@@ -110,3 +119,7 @@ def _metadata(num_tokens: int, num_rows: int, table_width: int) -> AttentionMeta
         slot_mapping=torch.zeros(num_tokens, dtype=torch.int64),
         positions=torch.zeros(num_tokens, dtype=torch.int64),
     )
+    if not has_window_blocks:
+        return metadata
+    tables, slots = metadata.block_tables.clone(), metadata.slot_mapping.clone()
+    return replace(metadata, in_window=replace(metadata, block_tables=tables, slot_mapping=slots))

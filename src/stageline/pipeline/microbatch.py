@@ -25,6 +25,8 @@ class AddedRequest(msgspec.Struct, frozen=True, array_like=True):
         block_ids: its block table so far, in order.
         sampler: how its tokens are chosen.
         history: prompt and tokens generated so far, if `sampler.needs_history`; otherwise empty.
+        window_block_ids: as many, for layers with a window where they have blocks of their own; otherwise empty.
+            Those that have left the window may be any.
     """
 
     request_number: int
@@ -32,13 +34,15 @@ class AddedRequest(msgspec.Struct, frozen=True, array_like=True):
     block_ids: list[int]
     sampler: SamplerSpec
     history: list[int]
+    window_block_ids: list[int] = []
 
 
 class ExtendedTable(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks appended to one request's block table before the microbatch runs."""
+    """Blocks appended to one request's block table, or tables, before the microbatch runs."""
 
     request_number: int
     block_ids: list[int]
+    window_block_ids: list[int] = []
 
 
 class Microbatch(msgspec.Struct, frozen=True, array_like=True, tag="microbatch"):
@@ -155,7 +159,11 @@ class MicrobatchResult(msgspec.Struct, frozen=True, array_like=True, tag="result
 
 
 class MicrobatchLimits(msgspec.Struct, frozen=True):
-    """What a stage has room for. A microbatch outside of it is refused before memory is touched."""
+    """What a stage has room for. A microbatch outside of it is refused before memory is touched.
+
+    Args:
+        num_window_blocks: of layers with a window; 0 if these use the same blocks as all.
+    """
 
     num_blocks: int
     block_size: int
@@ -163,6 +171,7 @@ class MicrobatchLimits(msgspec.Struct, frozen=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    num_window_blocks: int = 0
 
     @property
     def max_blocks_per_request(self) -> int:
@@ -200,9 +209,15 @@ def check_microbatch(microbatch: Microbatch, limits: MicrobatchLimits) -> None:
         raise FrameError(f"{microbatch}: sampling rows are not ascending")
     _check_masked_rows(microbatch)
     _check_pending_rows(microbatch, limits)
-    tables = [added.block_ids for added in microbatch.added] + [table.block_ids for table in microbatch.extended]
-    for block_ids in tables:
+    tables: list[AddedRequest | ExtendedTable] = [*microbatch.added, *microbatch.extended]
+    for table in tables:
+        block_ids = table.block_ids
         _check_ids(microbatch, "block id", block_ids, limits.num_blocks)
+        _check_ids(microbatch, "block id of a window", table.window_block_ids, limits.num_window_blocks)
+        if limits.num_window_blocks and len(table.window_block_ids) != len(block_ids):
+            raise FrameError(
+                f"{microbatch}: {len(block_ids)} blocks, but {len(table.window_block_ids)} for layers with a window"
+            )
         if len(block_ids) > limits.max_blocks_per_request:
             raise FrameError(
                 f"{microbatch}: {len(block_ids)} blocks for one request, limit {limits.max_blocks_per_request}"

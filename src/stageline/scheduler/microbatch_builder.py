@@ -38,12 +38,15 @@ class MicrobatchBuilder:
                 block_ids=list(request.table.block_ids),
                 sampler=sampler,
                 history=list(request.token_ids) if sampler.needs_history else [],
+                window_block_ids=list(request.table.window_block_ids),
             )
         )
 
     def extend_table(self, request: ScheduledRequest, block_ids: list[int]) -> None:
+        """Args: block_ids: the latest of its table."""
         if block_ids:
-            self._extended.append(ExtendedTable(request.request_number, block_ids))
+            in_window = request.table.window_block_ids[-len(block_ids) :]
+            self._extended.append(ExtendedTable(request.request_number, block_ids, in_window))
 
     def add_row(self, request: ScheduledRequest, num_tokens: int) -> None:
         """Schedule the request's next `num_tokens` tokens; the last known one yields a new token."""

@@ -6,13 +6,15 @@ a few numpy operations, whatever the number of tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from stageline.attention.backend import AttentionMetadata
 from stageline.errors import FrameError
-from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits
+from stageline.pipeline.microbatch import AddedRequest, ExtendedTable, Microbatch, MicrobatchLimits
 
 
 class InputBuffers:
@@ -25,6 +27,7 @@ class InputBuffers:
         self._limits = limits
         self._device = device
         self._tables = np.zeros((limits.max_num_seqs, limits.max_blocks_per_request), dtype=np.int32)
+        self._window_tables = self._tables.copy() if limits.num_window_blocks else None
         self._num_blocks = np.zeros(limits.max_num_seqs, dtype=np.int64)
         self._row_of: dict[int, int] = {}
         self._free_rows = list(reversed(range(limits.max_num_seqs)))
@@ -54,17 +57,21 @@ class InputBuffers:
             if not self._free_rows:
                 raise FrameError(f"{microbatch}: more than max_num_seqs {self._limits.max_num_seqs} requests at once")
             row = self._row_of[added.request_number] = self._free_rows.pop()
-            self._append_blocks(microbatch, added.request_number, row, added.block_ids)
+            self._append_blocks(microbatch, row, added)
         for extended in microbatch.extended:
             row = self._known_row(microbatch, extended.request_number)
-            self._append_blocks(microbatch, extended.request_number, row, extended.block_ids)
+            self._append_blocks(microbatch, row, extended)
 
-    def _append_blocks(self, microbatch: Microbatch, number: int, row: int, block_ids: list[int]) -> None:
+    def _append_blocks(self, microbatch: Microbatch, row: int, new: AddedRequest | ExtendedTable) -> None:
         start = int(self._num_blocks[row])
-        end = start + len(block_ids)
+        end = start + len(new.block_ids)
         if end > self._tables.shape[1]:
-            raise FrameError(f"{microbatch}: request {number} has {end} blocks, limit {self._tables.shape[1]}")
-        self._tables[row, start:end] = block_ids
+            raise FrameError(
+                f"{microbatch}: request {new.request_number} has {end} blocks, limit {self._tables.shape[1]}"
+            )
+        self._tables[row, start:end] = new.block_ids
+        if self._window_tables is not None:
+            self._window_tables[row, start:end] = new.window_block_ids
         self._num_blocks[row] = end
 
     def _known_row(self, microbatch: Microbatch, number: int) -> int:
@@ -84,20 +91,32 @@ class InputBuffers:
         query_starts = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(scheduled, out=query_starts[1:])
         positions = np.arange(query_starts[-1]) + np.repeat(computed - query_starts[:-1], scheduled)
-        blocks = self._tables[np.repeat(rows, scheduled), positions // block_size].astype(np.int64)
         width = int(needed_blocks.max(initial=0))
-        tables = self._tables[rows, :width]
-        tables[np.arange(width) >= needed_blocks[:, None]] = 0
-        return AttentionMetadata(
+        is_beyond = np.arange(width) >= needed_blocks[:, None]
+        row_of_token = np.repeat(rows, scheduled)
+
+        def look_up(all_tables: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
+            """Block tables of the rows, and slots of the tokens."""
+            blocks = all_tables[row_of_token, positions // block_size].astype(np.int64)
+            tables = all_tables[rows, :width]
+            tables[is_beyond] = 0
+            return self._to_device(tables), self._to_device(blocks * block_size + positions % block_size)
+
+        tables, slots = look_up(self._tables)
+        metadata = AttentionMetadata(
             num_decode_rows=microbatch.num_decode_rows,
             num_scheduled_tokens=microbatch.num_scheduled_tokens,
             num_computed_tokens=microbatch.num_computed_tokens,
             query_starts=self._to_device(query_starts.astype(np.int32)),
             context_lens=self._to_device(context_lens.astype(np.int32)),
-            block_tables=self._to_device(tables),
-            slot_mapping=self._to_device(blocks * block_size + positions % block_size),
+            block_tables=tables,
+            slot_mapping=slots,
             positions=self._to_device(positions),
         )
+        if self._window_tables is None:
+            return metadata
+        tables, slots = look_up(self._window_tables)
+        return replace(metadata, in_window=replace(metadata, block_tables=tables, slot_mapping=slots))
 
     def _check_tables(
         self, microbatch: Microbatch, rows: npt.NDArray[np.int64], needed_blocks: npt.NDArray[np.int64]

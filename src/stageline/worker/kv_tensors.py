@@ -1,6 +1,11 @@
-"""The bytes of the KV cache: two tensors per local layer. Who owns which block is decided elsewhere."""
+"""The bytes of the KV cache: two tensors per local layer. Who owns which block is decided elsewhere.
+
+Layers with a window may have fewer blocks than the others, and then have blocks of their own.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -12,25 +17,36 @@ from stageline.worker.device import free_memory_bytes, zeros
 
 
 def allocate_kv_tensors(
-    spec: ModelSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec,
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    windowed: Sequence[bool] = (),
+    num_window_blocks: int = 0,
 ) -> list[LayerCache]:
     """Allocate the cache of `num_layers` layers, zeroed: what was never written must not be NaN.
 
+    Args:
+        windowed: [layers] those that have `num_window_blocks` blocks of their own; empty if none has.
     Raises: ConfigError with the numbers if it does not fit.
     """
-    needed_bytes = num_blocks * kv_bytes_per_block(spec, num_layers, dtype.itemsize, block_size)
+    blocks = [num_window_blocks if is_windowed else num_blocks for is_windowed in windowed or [False] * num_layers]
+    needed_bytes = sum(blocks) * kv_bytes_per_block(spec, 1, dtype.itemsize, block_size)
     free_bytes = free_memory_bytes(device)
     is_latent = spec.mla is not None
-    shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+    shape = (spec.num_kv_heads, block_size, spec.head_dim)
     if spec.mla is not None:
-        shape = (num_blocks, 1, block_size, spec.mla.row_size)
+        shape = (1, block_size, spec.mla.row_size)
     # A CPU hands out zeroed pages on first use only, so an allocation that is too large would kill the process later.
     if needed_bytes > free_bytes:
         raise ConfigError(_does_not_fit(needed_bytes, free_bytes, num_blocks, num_layers, device))
     try:
-        keys = [zeros(shape, dtype, device) for _ in range(num_layers)]
+        keys = [zeros((count, *shape), dtype, device) for count in blocks]
         # A latent row is key and value in one.
-        return [LayerCache(tensor, tensor if is_latent else zeros(shape, dtype, device)) for tensor in keys]
+        values = [tensor if is_latent else zeros(tuple(tensor.shape), dtype, device) for tensor in keys]
+        return [LayerCache(*both) for both in zip(keys, values, windowed or [False] * num_layers, strict=True)]
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
         raise ConfigError(_does_not_fit(needed_bytes, free_bytes, num_blocks, num_layers, device)) from error
 

@@ -114,8 +114,16 @@ class Stage:
         """Allocate the KV cache and forget every request. Raises: ConfigError if it does not fit."""
         self._decoder.release()
         with torch.inference_mode():
+            windowed = [self._spec.window_of(layer) is not None for layer in self.layers]
             caches = allocate_kv_tensors(
-                self._spec, len(self.layers), limits.num_blocks, limits.block_size, self.dtype, self.device
+                self._spec,
+                len(self.layers),
+                limits.num_blocks,
+                limits.block_size,
+                self.dtype,
+                self.device,
+                windowed if limits.num_window_blocks else (),
+                limits.num_window_blocks,
             )
         self._decoder.use(caches, limits.max_num_batched_tokens)
         self._limits = limits
