@@ -19,6 +19,7 @@ from stageline.engine.events import EventLog, StageShares
 from stageline.engine.stats import EngineFacts, EngineStats, ProcessUsage, SchedulerStats, StatsCollector
 from stageline.errors import ConfigError, InternalError
 from stageline.executor.executor import Executor
+from stageline.kv.kv_cache_manager import KVCacheManager
 from stageline.outputs import FinishReason
 from stageline.pipeline.in_flight import InFlight
 from stageline.pipeline.item_times import StageItemTimes
@@ -96,6 +97,23 @@ class EngineCore:
     def wake(self) -> None:
         """Let a step end now; from any thread."""
         self._executor.wakeup.ring()
+
+    def start_over(self, kv: KVCacheManager) -> tuple[int, int]:
+        """The stages are gone, with what was in flight; others with an empty KV cache take their place, see `go_on`.
+
+        Returns: the epoch, and the number of the first microbatch that they may get.
+        """
+        self._in_flight = InFlight(self._scheduler.most_in_flight)
+        self._launched_s.clear()
+        self._in_flight_since_s = None
+        self._counters = None
+        return self._scheduler.start_over(kv)
+
+    def go_on(self, executor: Executor, balancer: Balancer) -> None:
+        """With these stages; what was running is computed again, and goes on where it was."""
+        self._executor = executor
+        self._balancer = balancer
+        executor.before_sampling(self._send_masks)
 
     def stalled_s(self, now_s: float) -> float:
         """How long something has been in flight without a result; any thread may ask."""

@@ -95,6 +95,15 @@ class EngineLoop:
                 self._step()
         return False
 
+    def pipeline_lost(self, keeps_requests: bool) -> None:
+        """The stages are gone. Clients do not wait for answers about them any more, nor, unless kept, for requests."""
+        self._stats_questions.clear()
+        self._spans_questions.clear()
+        if not keeps_requests:
+            for request_id in self._owners:
+                self._core.abort(request_id)
+            self._owners.clear()
+
     def _step(self) -> None:
         self._end_overdue()
         self._publish(self._core.step(waits_for_work=True, until_s=self._next_deadline_s()))

@@ -37,13 +37,14 @@ from stageline.engine.messages import (
 )
 from stageline.engine.responder import Responder
 from stageline.engine.revival import Revival
-from stageline.engine.startup import Pipeline, start_pipeline
+from stageline.engine.startup import Pipeline, restart_pipeline, start_pipeline
 from stageline.engine.stats import EngineFacts, StageFacts
 from stageline.engine.warm_up import PROOF, USUAL_SIZES, warm_up
 from stageline.errors import InternalError, StagelineError, WorkerLost
 from stageline.links.child_process import read_message, write_message
 from stageline.links.frames import encode_message
 from stageline.links.sockets import Links
+from stageline.links.wakeup import Wakeup
 from stageline.log import open_standard_streams, set_up_logging
 
 logger = logging.getLogger("stageline.engine.process")
@@ -84,6 +85,15 @@ def _read_config() -> tuple[EngineProcessConfig, int]:
     return msgspec.msgpack.decode(body, type=EngineProcessConfig), int(sys.argv[1])
 
 
+class _Serving:
+    """A pipeline that requests go through, and who takes them; the loop outlives the stages of one pipeline."""
+
+    loop: EngineLoop
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+
+
 class _Engine:
     """Loads, proves that it works, and serves."""
 
@@ -106,72 +116,89 @@ class _Engine:
         head = None
         if config.cluster is not None and config.cluster.is_spread:
             head = Head(config.engine, config.cluster, checkpoint, config.access, self._clock)
-        revival = Revival(config.revives)
+        self._run_pipelines(checkpoint, incoming, responder, head)
+
+    def _run_pipelines(
+        self, checkpoint: Checkpoint, incoming: zmq.Socket[bytes], responder: Responder, head: Head | None
+    ) -> None:
+        """One after the other, as long as each lost one may be started again."""
+        revival, wakeup = Revival(self._config.revives), Wakeup()
+        serving: _Serving | None = None
         try:
             while True:
                 try:
-                    self._run_pipeline(checkpoint, incoming, responder, head, revival)
+                    if head is not None:
+                        head.gather()
+                    serving = self._bring_up(checkpoint, incoming, head, wakeup, serving)
+                    responder.watch(serving.pipeline.core)
+                    self.tell_all(EngineReady(serving.pipeline.layout.table))
+                    revival.began_to_serve(self._clock.now_s())
+                    while serving.loop.run_until_drained():
+                        self._tell_owner(Drained())
                     return
                 except WorkerLost as loss:
                     is_remote = head is not None and loss.stage_index >= head.num_local
                     if not revival.allows(loss, is_remote, self._clock.now_s()):
                         raise
-                    self._tell_down(loss)
+                    responder.forget_core()
+                    self._go_down(loss, serving)
         finally:
+            if serving is not None:
+                serving.pipeline.core.close()
             if head is not None:
                 head.close()
 
-    def _run_pipeline(
+    def _bring_up(
         self,
         checkpoint: Checkpoint,
         incoming: zmq.Socket[bytes],
-        responder: Responder,
         head: Head | None,
-        revival: Revival,
-    ) -> None:
-        """From the start of its stages until the engine is told to stop. Raises: WorkerLost if one of them is lost."""
-        if head is not None:
-            head.gather()
-        config = self._config
-        pipeline = start_pipeline(config.engine, checkpoint, self._clock, self._on_progress, remote=head)
-        core = pipeline.core
+        wakeup: Wakeup,
+        before: _Serving | None,
+    ) -> _Serving:
+        """The first pipeline, which proves that it works, or new stages for one that lost one."""
+        engine, common = self._config.engine, (checkpoint, self._clock, self._on_progress)
+        if before is not None:
+            pipeline = restart_pipeline(before.pipeline, engine, *common, remote=head, wakeup=wakeup)
+            pipeline.core.wake_on(incoming)
+            before.pipeline = pipeline
+            return before
+        pipeline = start_pipeline(engine, *common, remote=head, wakeup=wakeup)
         try:
-            responder.watch(core)
             self._warm_up(pipeline, checkpoint.spec.vocab_size)
-            # What loading left behind is for ever: the collector need not look at it again and again.
-            gc.collect()
-            gc.freeze()
-            core.wake_on(incoming)
-            self.tell_all(EngineReady(pipeline.layout.table))
-            revival.began_to_serve(self._clock.now_s())
-            self._serve(pipeline, checkpoint, incoming)
-        finally:
-            core.close()
-            responder.forget_core()
-
-    def _tell_down(self, loss: WorkerLost) -> None:
-        logger.error("%s; the pipeline is started again", loss)
-        reason = f"stage {loss.stage_index} of the pipeline was lost; it is started again"
-        self.tell_all(PipelineDown(reason, _RETRY_AFTER_S, keeps_requests=False))
-
-    def _warm_up(self, pipeline: Pipeline, vocab_size: int) -> None:
-        rounds = (*PROOF, *(USUAL_SIZES if self._config.warms_up else ()))
-        most = min(pipeline.max_model_len, pipeline.kv_plan.num_tokens)
-        warm_up(pipeline.core, rounds, most, vocab_size, self._clock)
-
-    def _serve(self, pipeline: Pipeline, checkpoint: Checkpoint, incoming: zmq.Socket[bytes]) -> None:
-        loop = EngineLoop(
+        except BaseException:
+            pipeline.core.close()
+            raise
+        # What loading left behind is for ever: the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        pipeline.core.wake_on(incoming)
+        serving = _Serving(pipeline)
+        serving.loop = EngineLoop(
             pipeline.core,
-            self._config.engine,
-            lambda: _facts(pipeline, self._config),
+            engine,
+            lambda: _facts(serving.pipeline, self._config),
             checkpoint.spec.vocab_size,
             self._clock,
             incoming,
             self._clients,
             self._orders,
         )
-        while loop.run_until_drained():
-            self._tell_owner(Drained())
+        return serving
+
+    def _go_down(self, loss: WorkerLost, serving: _Serving | None) -> None:
+        cluster = self._config.cluster
+        keeps_requests = serving is not None and cluster is not None and cluster.on_worker_lost == "wait"
+        logger.error("%s; the pipeline is started again", loss)
+        reason = f"stage {loss.stage_index} of the pipeline was lost; it is started again"
+        if serving is not None:
+            serving.loop.pipeline_lost(keeps_requests)
+        self.tell_all(PipelineDown(reason, _RETRY_AFTER_S, keeps_requests))
+
+    def _warm_up(self, pipeline: Pipeline, vocab_size: int) -> None:
+        rounds = (*PROOF, *(USUAL_SIZES if self._config.warms_up else ()))
+        most = min(pipeline.max_model_len, pipeline.kv_plan.num_tokens)
+        warm_up(pipeline.core, rounds, most, vocab_size, self._clock)
 
     def _on_progress(self, stage_index: int, num_bytes_read: int, num_bytes_total: int) -> None:
         self.tell_all(LoadProgress(stage_index, num_bytes_read, num_bytes_total))

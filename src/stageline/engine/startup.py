@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from stageline.checkpoint.checkpoint import Checkpoint
@@ -19,7 +21,6 @@ from stageline.engine.partitioning import PartitionChoice, choose_partition
 from stageline.engine.rebalance import RebalancePolicy
 from stageline.engine.startup_table import count_stages
 from stageline.errors import ConfigError
-from stageline.executor.executor import Executor, OnProgress
 from stageline.executor.in_process import InProcessExecutor
 from stageline.executor.messages import StageLoaded
 from stageline.executor.multi_process import MultiProcessExecutor
@@ -29,6 +30,8 @@ from stageline.grammar.compiler import GrammarCompiler
 from stageline.grammar.mask_pool import MaskPool
 from stageline.kv.kv_cache_manager import KVCacheManager
 from stageline.kv.kv_plan import KVPlan, parse_kv_cache_memory
+from stageline.links.wakeup import Wakeup
+from stageline.executor.executor import Executor, OnProgress
 from stageline.pipeline.partition import StageLayers
 from stageline.scheduler.limits import SchedulerLimits
 from stageline.scheduler.scheduler import Scheduler
@@ -124,16 +127,83 @@ def start_pipeline(
     on_progress: OnProgress | None = None,
     grammars: GrammarCompiler | None = None,
     remote: RemoteStages | None = None,
+    wakeup: Wakeup | None = None,
 ) -> Pipeline:
     """Bring a pipeline up.
 
     Args:
         grammars: to be shared with who checks requests; None if that is another process.
         remote: the stages that other machines run, if there are any.
+        wakeup: to be rung for this pipeline, and for others after it.
     Raises: ConfigError before anything starts for whatever can be known by then, or after loading if memory is short,
         with everything stopped again; WorkerLost if a stage dies on the way.
     """
     max_model_len = check_before_start(config, checkpoint)
+    loaded = _load(config, checkpoint, max_model_len, clock, on_progress, remote, wakeup)
+    rules = LayoutRules(config, checkpoint, max_model_len)
+    with _closed_on_failure(loaded):
+        layout = rules.laid_out(loaded.partition, loaded.reports)
+        loaded.executor.allocate(rules.limits(layout))
+    _log_layout(layout, max_model_len)
+    masks = MaskPool(grammars or _make_compiler(config, checkpoint), loaded.executor.wakeup.ring)
+    balancer = Balancer(loaded.executor, rules, layout, _rebalance_policy(config), config.rebalance, clock)
+    core = _make_core(config, loaded.executor, layout.kv_plan, max_model_len, masks, clock, balancer)
+    return Pipeline(core, balancer, max_model_len)
+
+
+def restart_pipeline(
+    before: Pipeline,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    clock: Clock,
+    on_progress: OnProgress | None = None,
+    remote: RemoteStages | None = None,
+    wakeup: Wakeup | None = None,
+) -> Pipeline:
+    """Bring up new stages in the place of those of a pipeline that lost one; requests that it has go on with them.
+
+    Raises: as `start_pipeline`.
+    """
+    loaded = _load(config, checkpoint, before.max_model_len, clock, on_progress, remote, wakeup)
+    rules = LayoutRules(config, checkpoint, before.max_model_len)
+    with _closed_on_failure(loaded):
+        layout = rules.laid_out(loaded.partition, loaded.reports)
+        plan = layout.kv_plan
+        kv = KVCacheManager(plan.num_blocks, config.block_size, config.enable_prefix_caching, plan.window)
+        loaded.executor.allocate(rules.limits(layout), *before.core.start_over(kv))
+    _log_layout(layout, before.max_model_len)
+    balancer = Balancer(loaded.executor, rules, layout, _rebalance_policy(config), config.rebalance, clock)
+    before.core.go_on(loaded.executor, balancer)
+    return Pipeline(before.core, balancer, before.max_model_len)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Stages with their weights, and no KV cache yet."""
+
+    executor: Executor
+    partition: tuple[StageLayers, ...]
+    reports: list[StageLoaded]
+
+
+@contextmanager
+def _closed_on_failure(loaded: _Loaded) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        loaded.executor.close()
+        raise
+
+
+def _load(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    max_model_len: int,
+    clock: Clock,
+    on_progress: OnProgress | None,
+    remote: RemoteStages | None,
+    wakeup: Wakeup | None,
+) -> _Loaded:
     num_stages = config.pipeline_parallel_size
     choice = choose_partition(config, checkpoint, max_model_len)
     if choice.note:
@@ -145,15 +215,15 @@ def start_pipeline(
             config.kv_cache_memory,
         )
     logger.info("loading %s into %s", config.model, count_stages(num_stages))
-    rules = LayoutRules(config, checkpoint, max_model_len)
-    executor = _make_executor(config, checkpoint, choice, max_model_len, clock, remote)
+    executor = _make_executor(config, checkpoint, choice, max_model_len, clock, remote, wakeup)
     try:
-        reports = executor.load(on_progress)
-        layout = rules.laid_out(executor.partition, reports)
-        executor.allocate(rules.limits(layout))
+        return _Loaded(executor, reports=executor.load(on_progress), partition=executor.partition)
     except BaseException:
         executor.close()
         raise
+
+
+def _log_layout(layout: Layout, max_model_len: int) -> None:
     plan = layout.kv_plan
     logger.info("%s", layout.table)
     if plan.num_tokens < max_model_len:
@@ -162,10 +232,6 @@ def start_pipeline(
             plan.num_tokens,
             max_model_len,
         )
-    masks = MaskPool(grammars or _make_compiler(config, checkpoint), executor.wakeup.ring)
-    balancer = Balancer(executor, rules, layout, _rebalance_policy(config), config.rebalance, clock)
-    core = _make_core(config, executor, plan, max_model_len, masks, clock, balancer)
-    return Pipeline(core, balancer, max_model_len)
 
 
 def _rebalance_policy(config: EngineConfig) -> RebalancePolicy | None:
@@ -182,11 +248,12 @@ def _make_executor(
     max_model_len: int,
     clock: Clock,
     remote: RemoteStages | None,
+    wakeup: Wakeup | None,
 ) -> Executor:
     if config.distributed_executor_backend == "in_process":
         return InProcessExecutor(config, checkpoint, choice.stages, max_model_len, clock)
     return MultiProcessExecutor(
-        config, checkpoint.path, choice.stages, max_model_len, clock, choice.calibration, remote
+        config, checkpoint.path, choice.stages, max_model_len, clock, choice.calibration, remote, wakeup
     )
 
 

@@ -68,6 +68,7 @@ class MultiProcessExecutor:
         max_model_len: longest request in tokens.
         calibration: lets the stages time some layers first, and cuts the layers by that.
         remote: the last of the stages, which other machines run.
+        wakeup: outlives this executor; None makes one that does not.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class MultiProcessExecutor:
         clock: Clock,
         calibration: CalibrationPlan | None = None,
         remote: RemoteStages | None = None,
+        wakeup: Wakeup | None = None,
     ) -> None:
-        self.wakeup = Wakeup()
+        self._owns_wakeup = wakeup is None
+        self.wakeup = wakeup or Wakeup()
         self.partition = stages
         self._calibration = calibration
         self._config = config
@@ -265,7 +268,8 @@ class MultiProcessExecutor:
     def _end(self, patience_s: float) -> None:
         self._running.end(patience_s)
         self._finalizer.detach()
-        self.wakeup.close()
+        if self._owns_wakeup:
+            self.wakeup.close()
 
     def _gather(self, kind: type[_Answer]) -> list[_Answer]:
         """One answer from every stage, in order; results that come meanwhile are kept for `wait`."""

@@ -381,8 +381,9 @@ class Worker:
         }
         for name, value in msgspec.structs.asdict(limits).items():
             most = bounds.get(name, value)
-            if not 1 <= value <= most:
-                raise FrameError(f"an allocation with {name} {value}; expected 1 to {most}")
+            lowest = 0 if name == "num_window_blocks" else 1
+            if not lowest <= value <= most:
+                raise FrameError(f"an allocation with {name} {value}; expected {lowest} to {most}")
         if message.epoch < 0 or message.first_microbatch < 0:
             raise FrameError(f"an allocation for microbatch {message.first_microbatch} of epoch {message.epoch}")
         self._stage.allocate_kv(limits)
@@ -408,7 +409,7 @@ class Worker:
         )
         self._num_received += 1
         self._computing_s, self._slowest_s = stage_times(frames[0])
-        sent_s = sent_time_s(frames[0])
+        sent_s = sent_time_s(frames[0]) - self._account.input_ahead_s
         if self._config.input_delay_s > 0:
             wait_until(min(sent_s, self._clock.now_s()) + self._config.input_delay_s, self._clock)
         # What was sent before this stage waited lay ready for a time that is not the link's.
