@@ -28,7 +28,7 @@ from stageline.planner.advice import (
 from stageline.planner.advisor import advise, saturating_rows
 from stageline.planner.known_models import find_model
 from stageline.planner.search import search
-from tests.unit.plan_clusters import TWO_NODES_OF_H100, cluster
+from tests.unit.plan_clusters import HOME, TWO_NODES_OF_H100, cluster
 
 TABLE = shipped_hardware()
 
@@ -143,3 +143,12 @@ def test_the_rules_are_applied_to_the_layouts_that_were_judged(tmp_path: Path, m
     said = {advice.rule: advice.text for advice in advise(costs, found, config, search(costs, found, config))}
     assert rules <= said.keys()
     assert all(any(character.isdigit() for character in text) for text in said.values())
+
+
+def test_two_different_boxes_that_each_hold_the_model_are_told_to_work_apart(tmp_path: Path) -> None:
+    def said(model: str) -> dict[str, str]:
+        costs, found, config = model_costs(find_model(model).spec), cluster(tmp_path, HOME), PlanConfig(concurrency=4)
+        return {advice.rule: advice.text for advice in advise(costs, found, config, search(costs, found, config))}
+
+    assert "two replicas beat this pipeline: each of the 2 nodes on its own makes" in said("qwen3-4b")["replicas"]
+    assert "replicas" not in said("qwen2.5-14b"), "neither box holds it"

@@ -194,5 +194,5 @@ def advise_replicas(
     return Advice(
         "replicas",
         f"{number} replicas beat this pipeline: {replicas_name} makes {replicas_tokens_per_s:,.0f} tokens/s, "
-        f"{pipeline_name} {pipeline_tokens_per_s:,.0f} on as many devices",
+        f"{pipeline_name} {pipeline_tokens_per_s:,.0f}",
     )

@@ -11,6 +11,7 @@ from stageline.cost.hardware import Link, shipped_hardware
 from stageline.cost.model_costs import ModelCosts
 from stageline.cost.placement import Placement, best_decode_pace, prompt_pace
 from stageline.cost.stage_time import MicrobatchShape
+from stageline.errors import ConfigError
 from stageline.planner.advice import (
     Advice,
     LinkLoad,
@@ -26,7 +27,7 @@ from stageline.planner.advice import (
 )
 from stageline.planner.cluster import Cluster, Node
 from stageline.planner.layouts import WIDEST_PER_STAGE, LayoutPlan
-from stageline.planner.search import SearchResult
+from stageline.planner.search import SearchResult, search
 
 JUDGED_NETWORKS = ("ethernet-1g", "ethernet-2.5g", "ethernet-10g")
 _MOST_ROWS = 1 << 16
@@ -34,7 +35,11 @@ _MOST_ROWS = 1 << 16
 
 def advise(model: ModelCosts, cluster: Cluster, config: PlanConfig, result: SearchResult) -> list[Advice]:
     """All that the rules have to say."""
-    found = [*_of_hardware(model, cluster, config), *_of_layouts(config, result)]
+    found = [
+        *_of_hardware(model, cluster, config),
+        _nodes_on_their_own(model, cluster, config, result),
+        *_of_layouts(config, result),
+    ]
     return [advice for advice in found if advice is not None]
 
 
@@ -100,6 +105,36 @@ def _replicas(pipeline: LayoutPlan, result: SearchResult) -> Advice | None:
     best = max(others, key=lambda plan: plan.tokens_per_s)
     return advise_replicas(
         str(layout), pipeline.tokens_per_s, str(best.layout), best.tokens_per_s, best.layout.data_parallel_size
+    )
+
+
+def _nodes_on_their_own(
+    model: ModelCosts, cluster: Cluster, config: PlanConfig, result: SearchResult
+) -> Advice | None:
+    """Whether nodes that differ do better apart, with equal shares of the requests; replicas of a layout are alike."""
+    best = result.best
+    if cluster.devices_per_node is not None:
+        return None
+    share = replace(
+        config,
+        concurrency=-(-config.concurrency // len(cluster.nodes)),
+        tensor_parallel_size=None,
+        pipeline_parallel_size=None,
+        data_parallel_size=None,
+    )
+    rates = []
+    for node in cluster.nodes:
+        alone = Cluster((replace(node, index=0),), cluster.network_name, cluster.network)
+        try:
+            plan = search(model, alone, share).best
+        except ConfigError:
+            continue
+        if not plan.num_waiting:
+            rates.append(plan.tokens_per_s)
+    if len(rates) < len(cluster.nodes):
+        return None
+    return advise_replicas(
+        str(best.layout), best.tokens_per_s, f"each of the {len(rates)} nodes on its own", sum(rates), len(rates)
     )
 
 

@@ -17,7 +17,7 @@ from stageline.planner.cluster import Cluster
 from stageline.planner.layouts import Impossible, Layout, LayoutPlan, judge
 from stageline.planner.units import sizes_to_try, units_of, why_not_sharded
 
-_AS_GOOD_FRACTION = 0.01
+_AS_GOOD, _AS_GOOD_FRACTION = "as good", 0.01
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ def why_lost(plan: LayoutPlan, best: LayoutPlan, config: PlanConfig) -> str:
         return f"{plan.tokens_per_s:,.0f} tokens/s are below the wanted {config.min_tokens_per_s:,.0f}"
     difference = _difference(plan, best, config)
     if 4 * plan.layout.num_devices <= 3 * best.layout.num_devices:
-        return f"{difference}: uses {plan.layout.num_devices} devices, the best {best.layout.num_devices}"
-    where = _where_time_goes(plan, best)
+        return f"{difference}: uses {plan.layout.num_devices} of the best one's {best.layout.num_devices} devices"
+    where = "" if difference.startswith(_AS_GOOD) else _where_time_goes(plan, best)
     return f"{difference}: {where}" if where else difference
 
 
@@ -155,8 +155,8 @@ def _difference(plan: LayoutPlan, best: LayoutPlan, config: PlanConfig) -> str:
     ratio = value / best_value
     if abs(ratio - 1) < _AS_GOOD_FRACTION:
         if plan.layout.num_devices > best.layout.num_devices:
-            return f"as good, with {plan.layout.num_devices} devices instead of {best.layout.num_devices}"
-        return "as good within 1 %"
+            return f"{_AS_GOOD}, with {plan.layout.num_devices} devices instead of {best.layout.num_devices}"
+        return f"{_AS_GOOD} within 1 %"
     if config.objective == "throughput":
         return f"{1 - ratio:.0%} less throughput"
     return f"{ratio - 1:.0%} {'longer TPOT' if config.objective == 'tpot' else 'dearer per token'}"
