@@ -16,7 +16,8 @@ class MeasuringConfig(msgspec.Struct, frozen=True, kw_only=True):
         model: path of the checkpoint.
         num_layers: how many of its first layers are timed together.
         cores: to bind to; empty binds to none.
-        max_tokens, max_kv_tokens: the most of a microbatch, and of the KV cache that all orders need.
+        max_tokens, max_kv_tokens, max_model_len: the most of a microbatch, of all its requests' caches together, and
+            of one of them.
         listen_address, answer_address: where messages are echoed from and to.
     """
 
@@ -29,6 +30,7 @@ class MeasuringConfig(msgspec.Struct, frozen=True, kw_only=True):
     cores: list[int]
     max_tokens: int
     max_kv_tokens: int
+    max_model_len: int
     listen_address: str
     answer_address: str
 

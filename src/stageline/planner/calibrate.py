@@ -208,6 +208,7 @@ class _Processes:
                 cores=list(own_cores),
                 max_tokens=max(_DECODE_ROWS[-1], _LONG_CHUNK),
                 max_kv_tokens=max(_DECODE_ROWS[-1] * (_CONTEXT + 16), _CONTEXT_ROWS * (_LONG_CONTEXT + 16)),
+                max_model_len=_LONG_CONTEXT + _CHUNK,
                 listen_address=f"ipc://{self._folder}/echo{index}",
                 answer_address=f"ipc://{self._folder}/answers",
             )

@@ -43,7 +43,6 @@ from stageline.worker.leading_tokens import largest
 _LARGER_THAN_CACHES_BYTES = 2**26
 _LEAST_ROUNDS = 3
 _BLOCK_SIZE = 16
-_VOCAB_SIZE_OF_PROMPTS = 1000
 
 
 class HostMeasurer:
@@ -56,15 +55,14 @@ class HostMeasurer:
         self.num_layers = min(config.num_layers, spec.num_layers)
         num_blocks = -(-config.max_kv_tokens // _BLOCK_SIZE)
         self._limits = MicrobatchLimits(
-            num_blocks, _BLOCK_SIZE, spec.vocab_size, config.max_tokens, config.max_tokens, config.max_kv_tokens
+            num_blocks, _BLOCK_SIZE, spec.vocab_size, config.max_tokens, config.max_tokens, config.max_model_len
         )
         parts = (range(self.num_layers), range(1), range(spec.num_layers - 1, spec.num_layers))
         keeps_quantized = config.quantization != "none"
         with CheckpointReader(checkpoint, self._dtype, self._device, None, keeps_quantized) as reader:
             backend = select_backend(self._device)
-            max_len = min(spec.max_position_embeddings, config.max_kv_tokens)
             self._layers, self._one, self._last = (
-                DecoderStage(spec, layers, reader, backend, max_len) for layers in parts
+                DecoderStage(spec, layers, reader, backend, config.max_model_len) for layers in parts
             )
         for stage, layers in zip((self._layers, self._one, self._last), parts, strict=True):
             stage.use(self._filled_caches(len(layers)), config.max_tokens)
@@ -86,7 +84,7 @@ class HostMeasurer:
         """Run the order's microbatch for its time."""
         spec, rows = self._spec, order.num_tokens
         buffers = InputBuffers(self._limits, self._device)
-        introduction, repeated = _microbatches(order)
+        introduction, repeated = _microbatches(order, spec.vocab_size)
         buffers.apply_and_build(introduction)
         frame = encode_message(repeated)
         decoder: MessageDecoder[Microbatch] = MessageDecoder(Microbatch)
@@ -134,7 +132,7 @@ def _typical(times_s: list[float]) -> float:
     return sorted(times_s)[len(times_s) // 4]
 
 
-def _microbatches(order: TimeMicrobatch) -> tuple[Microbatch, Microbatch]:
+def _microbatches(order: TimeMicrobatch, vocab_size: int) -> tuple[Microbatch, Microbatch]:
     """One that introduces the requests, and one like it that can be prepared any number of times."""
     num_tokens = order.cached_tokens + order.new_tokens
     blocks = -(-num_tokens // _BLOCK_SIZE)
@@ -152,7 +150,7 @@ def _microbatches(order: TimeMicrobatch) -> tuple[Microbatch, Microbatch]:
         request_numbers=list(rows),
         num_computed_tokens=[order.cached_tokens] * order.num_rows,
         num_scheduled_tokens=[order.new_tokens] * order.num_rows,
-        token_ids=[index * 97 % _VOCAB_SIZE_OF_PROMPTS for index in range(order.num_tokens)],
+        token_ids=[index * 97 % vocab_size for index in range(order.num_tokens)],
         sampling_rows=list(rows),
     )
     return msgspec.structs.replace(repeated, number=0, added=added), repeated
