@@ -21,10 +21,12 @@ PUBLIC_NAMES = ["LLM", "AsyncLLM", "SamplingParams", "StagelineError", "Structur
 
 ENGINE_FLAGS = _words("""
     --bind-cores --block-size --chat-template --device --distributed-executor-backend --dtype --enable-prefix-caching
-    --heartbeat-timeout-s --kv-cache-memory --load-timeout-s --long-prefill-token-threshold --max-decode-slowdown
+    --heartbeat-timeout-s --kv-cache-memory --load-timeout-s --long-prefill-token-threshold --look-ahead
+    --max-decode-slowdown --no-look-ahead
     --max-microbatches-in-flight --max-model-len --max-num-batched-tokens --max-num-seqs --max-queue --no-bind-cores
     --no-enable-prefix-caching --no-rebalance --pipeline-parallel-size --pp-layer-partition --prefill-chunk
-    --progress-timeout-s --quantization --rebalance --rebalance-gain --rebalance-patience-s --seed --threads-per-stage --tokenizer -pp
+    --progress-timeout-s --quantization --rebalance --rebalance-gain --rebalance-patience-s --seed --tensor-parallel-size
+    --threads-per-stage --tokenizer -pp -tp
 """)
 
 SAMPLING_FLAGS = _words("""
@@ -38,11 +40,13 @@ OWN_FLAGS = {
     "generate": [*SAMPLING_FLAGS, "--chat", "--json", "--prompt", "--prompt-file"],
     "chat": sorted({*SAMPLING_FLAGS, "--system"} - {"--n", "--logprobs", "--prompt-logprobs"}),
     "serve": _words("""
-        --allowed-origins --api-key --api-key-file --api-server-count --disable-log-requests --drain-timeout-s
-        --enable-request-id-headers --host --insecure --keep-alive-timeout-s --max-body-bytes --max-connections
-        --max-header-bytes --no-disable-log-requests --no-enable-request-id-headers --no-insecure --no-warmup --port
-        --read-timeout-s --reasoning-parser --request-timeout-s --root-path --served-model-name --ssl-certfile
-        --ssl-keyfile --tool-call-parser --warmup --write-timeout-s
+        --allowed-origins --api-key --api-key-file --api-server-count --cluster-key-file --disable-log-requests
+        --drain-timeout-s --enable-request-id-headers --headless --host --insecure --join-timeout --join-timeout-s
+        --keep-alive-timeout-s --master-addr --master-port --max-body-bytes --max-connections --max-header-bytes
+        --nnodes --no-disable-log-requests --no-enable-request-id-headers --no-headless --no-insecure --no-warmup
+        --node-address --node-rank --on-worker-lost --port --port-range --read-timeout-s --reasoning-parser
+        --request-timeout-s --root-path --served-model-name --ssl-certfile --ssl-keyfile --stages --tool-call-parser
+        --warmup --write-timeout-s
     """),
     "bench throughput": sorted(
         {*SAMPLING_FLAGS, "--input-len", "--num-prompts", "--num-warmup", "--output", "--output-len", "--prompt-file",
@@ -82,6 +86,10 @@ WITHOUT_ENGINE_FLAGS = {
         --input-len --json --max-concurrency --model --no-ignore-eos --num-prefixes --num-prompts --num-warmup --output
         --output-len --plot --prefix-len --range-ratio --rates --request-rate --seed --temperature --time-scale
         --timeout-s
+    """),
+    "join": _words("""
+        --bind-cores --cluster-key-file --insecure --join-timeout --join-timeout-s --model --no-bind-cores
+        --node-address --node-rank --port-range --stages
     """),
     "key new": ["--out"],
     "plan": _words("""
