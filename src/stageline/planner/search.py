@@ -6,7 +6,7 @@ with the winner's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stageline.config.plan_config import PlanConfig
@@ -15,7 +15,7 @@ from stageline.cost.stage_time import MicrobatchShape
 from stageline.errors import ConfigError
 from stageline.planner.cluster import Cluster
 from stageline.planner.layouts import Impossible, Layout, LayoutPlan, judge
-from stageline.planner.units import sizes_to_try, units_of, why_not_sharded
+from stageline.planner.units import Unit, sizes_to_try, units_of, why_not_sharded
 
 _AS_GOOD, _AS_GOOD_FRACTION = "as good", 0.01
 
@@ -83,7 +83,7 @@ def _all_judged(model: ModelCosts, cluster: Cluster, config: PlanConfig) -> Iter
             yield Impossible(layout, units)
             continue
         too_large: set[int] = set()
-        for layout in _layouts(size, len(units), len(model.layers), config):
+        for layout in _layouts(size, units, len(model.layers), config):
             if layout.pipeline_parallel_size in too_large:
                 continue
             if layout.pipeline_parallel_size * layout.data_parallel_size > len(units):
@@ -99,12 +99,17 @@ def _all_judged(model: ModelCosts, cluster: Cluster, config: PlanConfig) -> Iter
                 yield judged
 
 
-def _layouts(size: int, num_units: int, num_layers: int, config: PlanConfig) -> Iterator[Layout]:
-    """Every number of stages, once and with as many replicas as there can be; if cost matters, with any number."""
+def _layouts(size: int, units: Sequence[Unit], num_layers: int, config: PlanConfig) -> Iterator[Layout]:
+    """Every number of stages, once and with as many replicas as there can be.
+
+    With every number of replicas if cost matters, or if units differ: as many as are alike may be fewer.
+    """
+    num_units = len(units)
+    tries_all = config.objective == "cost" or len({unit.kind for unit in units}) > 1
     asked_pp, asked_dp = config.pipeline_parallel_size, config.data_parallel_size
     for stages in [asked_pp] if asked_pp is not None else range(1, min(num_units, num_layers) + 1):
         most = max(1, min(num_units // stages, config.concurrency))
-        numbers = range(1, most + 1) if config.objective == "cost" else sorted({1, most})
+        numbers = range(1, most + 1) if tries_all else sorted({1, most})
         for replicas in [asked_dp] if asked_dp is not None else numbers:
             yield Layout(size, stages, replicas)
 
