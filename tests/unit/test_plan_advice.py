@@ -58,6 +58,9 @@ def test_more_devices_than_kv_heads_keep_the_cache_several_times() -> None:
     assert advise_kv_heads(8, 8) is None
     advice = advise_kv_heads(8, 16)
     assert advice is not None and "KV 2 times; 8 devices in each of 2 stages hold 2 times as many tokens" in advice.text
+    odd, little = advise_kv_heads(3, 8), advise_kv_heads(3, 4)
+    assert odd is not None and "KV 2.67 times; 3 devices in each of 2 stages hold 2 times" in odd.text
+    assert little is not None and little.text.endswith("KV 1.33 times")
 
 
 def test_without_a_fast_link_in_the_node_the_cheaper_way_is_named() -> None:

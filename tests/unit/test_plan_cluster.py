@@ -74,6 +74,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, object], me
         ("flops_per_s", {}, "flops_per_s is empty"),
         ("flops_per_s", {"bf16": 0}, "flops_per_s.bf16 is 0"),
         ("memory_efficiency", 1.5, "memory_efficiency is 1.5; it must be above 0 and at most 1"),
+        ("kind", "gpu", "kind is 'gpu'; it must be accelerator or cpu"),
         ("price_per_hour", -1, "price_per_hour is -1; it must be at least 0"),
     ],
 )

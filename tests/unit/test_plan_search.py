@@ -176,6 +176,13 @@ def test_replicas_have_ports_and_devices_of_their_own(tmp_path: Path) -> None:
     assert [command.command.split()[-1] for command in commands] == ["8000", "8001"]
 
 
+def test_a_stage_on_a_cpu_has_a_thread_per_core(tmp_path: Path) -> None:
+    content = {"nodes": [{"device": "raspberry-pi-5"}, {"device": "ryzen-9950x"}], "network": "ethernet-1g"}
+    result = _search(tmp_path, "qwen3-0.6b", content, pipeline_parallel_size=2)
+    commands = serve_commands(result.best, "m", cluster(tmp_path, content), PlanConfig())
+    assert all("--threads-per-stage 4 " in command.command for command in commands)
+
+
 def test_the_plan_as_yaml_holds_the_numbers_and_the_commands(tmp_path: Path) -> None:
     result, found = _search(tmp_path), cluster(tmp_path, TWO_NODES_OF_H100)
     text = plan_file(result.best, "meta-llama/Llama-3.1-70B", found, PlanConfig())

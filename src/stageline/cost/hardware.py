@@ -46,6 +46,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         flops_per_s: peak of dense matrix products, by number format: fp32, fp16, bf16, fp8, int8, fp4.
         source: where these numbers are from.
         kind: "accelerator" or "cpu".
+        num_cores: of a CPU: threads of a stage on it; 0 if not known.
         memory_efficiency, compute_efficiency: fractions of the peaks that are reached.
         reserved_bytes: memory that is for neither weights nor KV cache; None for the kind's assumption.
         layer_overhead_s, microbatch_overhead_s: fixed time of a layer and of a microbatch on a stage (launching).
@@ -60,6 +61,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     flops_per_s: dict[str, float]
     source: str
     kind: str = _ANY_KIND
+    num_cores: int = 0
     memory_efficiency: float = ASSUMED_MEMORY_EFFICIENCY
     compute_efficiency: float = ASSUMED_COMPUTE_EFFICIENCY
     reserved_bytes: float | None = None
@@ -86,7 +88,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """
         reserved = self.reserved_bytes
         if reserved is None:
-            reserved = ASSUMED_RESERVED_BYTES.get(self.kind, ASSUMED_RESERVED_BYTES[_ANY_KIND])
+            reserved = ASSUMED_RESERVED_BYTES[self.kind]
         return max(0.0, self.memory_bytes * memory_fraction - max(reserved, activation_bytes))
 
     def reached_flops_per_s(self, number_format: str) -> float:
@@ -171,6 +173,8 @@ def check_hardware(table: HardwareTable, source: str) -> None:
     """Raises: ConfigError for numbers that no hardware has, each named."""
     for name, device in table.devices.items():
         where = f"{source}: device {name}"
+        if device.kind not in ASSUMED_RESERVED_BYTES:
+            raise ConfigError(f"{where}: kind is {device.kind!r}; it must be {' or '.join(ASSUMED_RESERVED_BYTES)}")
         if not device.flops_per_s:
             raise ConfigError(f"{where}: flops_per_s is empty; give a rate for one number format, such as bf16")
         amounts = {
@@ -184,6 +188,7 @@ def check_hardware(table: HardwareTable, source: str) -> None:
             if not 0 < value <= 1:
                 raise ConfigError(f"{where}: {field} is {value:g}; it must be above 0 and at most 1")
         rest = {
+            "num_cores": device.num_cores,
             "layer_overhead_s": device.layer_overhead_s,
             "microbatch_overhead_s": device.microbatch_overhead_s,
             "sampling_s": device.sampling_s,

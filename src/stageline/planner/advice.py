@@ -68,13 +68,13 @@ def advise_kv_heads(num_kv_heads: int, num_devices: int) -> Advice | None:
     """More devices in a stage than KV heads: some keep the same cache."""
     if num_devices <= num_kv_heads:
         return None
-    copies = num_devices / num_kv_heads
+    stages = num_devices // num_kv_heads
     heads = f"{num_kv_heads} KV head{'s' * (num_kv_heads > 1)}"
-    return Advice(
-        "more devices than KV heads",
-        f"with {heads}, {num_devices} devices in a stage keep every token's KV {copies:g} times; {num_kv_heads} "
-        f"devices in each of {copies:g} stages hold {copies:g} times as many tokens",
-    )
+    text = f"with {heads}, {num_devices} devices in a stage keep every token's KV {num_devices / num_kv_heads:.3g} times"
+    if stages > 1:
+        fewer = f"{num_kv_heads} device{'s' * (num_kv_heads > 1)}"
+        text += f"; {fewer} in each of {stages} stages hold {stages} times as many tokens"
+    return Advice("more devices than KV heads", text)
 
 
 def advise_link_in_node(link_name: str, link: Link, num_devices: int, reduces_s: float, hops_s: float) -> Advice | None:

@@ -59,7 +59,7 @@ def serve_commands(plan: LayoutPlan, model: str, cluster: Cluster, config: PlanC
             words = [*_devices(share, cluster), "stageline", "serve", model, *_shape(plan)]
             if len(shares) > 1:
                 words += _place(rank, share, len(shares), head, index)
-            words += _limits(plan, config)
+            words += [*_threads(replica), *_limits(plan, config)]
             if rank == 0:
                 words += ["--port", str(_FIRST_API_PORT + index)]
             commands.append(
@@ -115,6 +115,12 @@ def _place(rank: int, share: _NodeShare, num_nodes: int, head: str, replica: int
     if len(share.units[0].nodes) == 1:
         words += ["--stages", str(share.end - share.first)]
     return words + (["--headless"] if rank else [])
+
+
+def _threads(replica: Sequence[Unit]) -> list[str]:
+    """A stage on a CPU has a thread per core; the same number on all machines, for the head's counts."""
+    cores = [unit.where.device.num_cores for unit in replica if unit.where.device.kind == "cpu"]
+    return ["--threads-per-stage", str(min(cores))] if cores and min(cores) > 1 else []
 
 
 def _limits(plan: LayoutPlan, config: PlanConfig) -> list[str]:
