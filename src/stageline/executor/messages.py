@@ -59,6 +59,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             `caller_name.control` and `caller_name.ping`, for what it would otherwise listen for.
         access: how its TCP links are protected.
         output_address: where its activations go; None for the last stage.
+        input_dtype, output_dtype: how hidden states come in and go out: auto, int8 or fp8; neighbours agree.
         token_input_address: where the first stage gets sampled tokens from the last; None on others, for a single
             stage, and without look-ahead.
         token_output_address: the same address, for the last stage.
@@ -86,6 +87,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ping_address: str
     input_address: str | None
     output_address: str | None
+    input_dtype: str = "auto"
+    output_dtype: str = "auto"
     token_input_address: str | None = None
     token_output_address: str | None = None
     caller_name: str = ""
@@ -135,14 +138,22 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """Show a sign of life."""
+    """Show a sign of life. Args: asked_s: when, on the engine's clock; it comes back."""
+
+    asked_s: float = 0.0
+
+
+class InputClock(msgspec.Struct, frozen=True, array_like=True, tag="input_clock"):
+    """The clock of the stage before is ahead of this stage's by so much; they run on different machines."""
+
+    ahead_s: float
 
 
 class CollectCounters(msgspec.Struct, frozen=True, array_like=True, tag="collect_counters"):
     """Send the stage's running totals."""
 
 
-ToResponder = Ping | CollectCounters | CollectSpans
+ToResponder = Ping | InputClock | CollectCounters | CollectSpans
 ToWorker = Microbatch | TokenMasks | Allocate | AssignLayers | CollectItemTimes | Stop
 
 
@@ -183,7 +194,13 @@ class Spans(msgspec.Struct, frozen=True, array_like=True, tag="spans"):
 
 
 class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
+    """Args:
+    asked_s: as the ping said. told_s: now, on the stage's clock.
+    """
+
     stage_index: int
+    asked_s: float = 0.0
+    told_s: float = 0.0
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):

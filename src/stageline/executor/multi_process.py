@@ -20,6 +20,7 @@ import zmq
 from stageline.clock import Clock
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError, FrameError, StagelineError, WorkerLost
+from stageline.executor.clock_offsets import ClockOffsets
 from stageline.executor.executor import CalibrationPlan, OnProgress
 from stageline.executor.messages import (
     Allocate,
@@ -31,6 +32,7 @@ from stageline.executor.messages import (
     CollectSpans,
     Failed,
     FromWorker,
+    InputClock,
     Loading,
     Ping,
     Pong,
@@ -94,6 +96,7 @@ class MultiProcessExecutor:
         self._counters: dict[int, StageCounters] = {}
         self._is_counters_asked = False
         self._spans: dict[int, list[Span]] = {}
+        self._offsets = ClockOffsets(len(stages))
         self._is_spans_asked = False
         self._watch = Watch(config.heartbeat_timeout_s, config.load_timeout_s, len(stages), clock.now_s())
         self._remote = remote
@@ -207,7 +210,9 @@ class MultiProcessExecutor:
             return
         self._check_alive()
         self._is_spans_asked = True
-        self._ask_responders(encode_message(CollectSpans(since_s, most_per_stage)))
+        for stage_index, socket in enumerate(self._pings):
+            its_since_s = since_s + self._offsets.ahead_s(stage_index)
+            socket.send(encode_message(CollectSpans(its_since_s, most_per_stage)))
 
     def take_spans(self) -> list[Span] | None:
         if len(self._spans) < len(self._control):
@@ -336,10 +341,17 @@ class MultiProcessExecutor:
         if isinstance(message, StageCounters):
             self._counters[message.stage_index] = message
         elif isinstance(message, Spans):
-            self._spans[message.stage_index] = message.spans
+            self._spans[message.stage_index] = self._offsets.in_engine_time(message.stage_index, message.spans)
+        elif isinstance(message, Pong):
+            self._heard_pong(message)
         if isinstance(message, Failed):
             raise _loss_of(message)
         return message
+
+    def _heard_pong(self, pong: Pong) -> None:
+        self._offsets.heard(pong.stage_index, pong.asked_s, pong.told_s, self._clock.now_s())
+        for stage_index, ahead_s in self._offsets.news_of_inputs():
+            self._pings[stage_index].send(encode_message(InputClock(ahead_s)))
 
     def _wait_for_anything(self, poller: zmq.Poller, until_s: float | None = None) -> bool:
         """Wait for a message; meanwhile notice ended and silent stages. Returns: whether to wait no more."""
@@ -366,7 +378,7 @@ class MultiProcessExecutor:
     def _ask_for_signs_of_life(self) -> None:
         for stage_index in self._watch.stages_to_ask():
             if self._watch.can_answer(stage_index):
-                self._pings[stage_index].send(encode_message(Ping()))
+                self._pings[stage_index].send(encode_message(Ping(self._clock.now_s())))
             elif stage_index >= len(self._running.workers) or not self._running.workers[stage_index].is_stopped():
                 self._watch.heard_of(stage_index)
 

@@ -89,9 +89,14 @@ class StageCounters(msgspec.Struct, frozen=True, array_like=True, tag="stage_cou
 
 
 class StageAccount:
-    """Keeps one stage's totals. The stage's thread writes, any thread may read: a snapshot is of one moment."""
+    """Keeps one stage's totals. The stage's thread writes, any thread may read: a snapshot is of one moment.
+
+    Attributes:
+        input_ahead_s: by how much the clock of the stage before is ahead; the times that it tells are corrected by it.
+    """
 
     def __init__(self, stage_index: int) -> None:
+        self.input_ahead_s = 0.0
         self._stage_index = stage_index
         self._lock = threading.Lock()
         self._state: StageState = "idle"

@@ -13,7 +13,17 @@ import zmq
 
 from stageline.clock import MonotonicClock
 from stageline.errors import FrameError
-from stageline.executor.messages import CollectCounters, CollectSpans, Failed, Pong, Spans, ToResponder, WorkerConfig
+from stageline.executor.messages import (
+    CollectCounters,
+    CollectSpans,
+    Failed,
+    InputClock,
+    Ping,
+    Pong,
+    Spans,
+    ToResponder,
+    WorkerConfig,
+)
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links, Socket
 from stageline.timeline.recorder import Recorder
@@ -35,7 +45,7 @@ def start_responder(
     links = Links(config.access.security())
     pings, answers = _open(links, config)
     stage_index = config.stage_index
-    pong = encode_message(Pong(stage_index))
+    clock = MonotonicClock()
     decoder: MessageDecoder[ToResponder] = MessageDecoder(ToResponder)
     signs_of_the_end = _signs_of_the_end()
 
@@ -60,8 +70,10 @@ def start_responder(
                     answers.send(encode_message(_counters(account)))
                 case CollectSpans():
                     answers.send(encode_message(Spans(stage_index, recorder.spans(asked.since_s, asked.most))))
-                case _:
-                    answers.send(pong)
+                case InputClock():
+                    account.input_ahead_s = asked.ahead_s
+                case Ping():
+                    answers.send(encode_message(Pong(stage_index, asked.asked_s, clock.now_s())))
 
     threading.Thread(target=respond, name="responder", daemon=True).start()
 

@@ -45,16 +45,12 @@ from stageline.pipeline.partition import StageLayers
 from stageline.timeline.recorder import Recorder
 from stageline.timeline.span import Span, SpanKind
 from stageline.timeline.stage_counters import StageAccount, StageState
+from stageline.worker.activation_codec import ActivationCodec
 from stageline.worker.build import build_stage, change_layers
 from stageline.worker.measure import ItemTimer, calibrate
 from stageline.worker.sampled_tokens import AwaitedTokens
 from stageline.worker.stage import PreparedMicrobatch, Stage
 from stageline.worker.stretch import wait_until
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order, without a copy if it lies so on the host."""
-    return tensor.contiguous().cpu().view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True)
@@ -216,8 +212,11 @@ class Worker:
     def _open_neighbours(self) -> None:
         """Receive before sending: the input socket is bound before the engine hears that this stage is ready."""
         self._input = self._output = self._token_input = self._token_output = None
+        sizes = (self._stage.hidden_size, self._stage.dtype)
+        self._input_codec = ActivationCodec(self._config.input_dtype, *sizes)
+        self._output_codec = ActivationCodec(self._config.output_dtype, *sizes)
         if self._config.input_address is not None:
-            most_bytes = self._stage.max_input_bytes(self._config.max_num_batched_tokens)
+            most_bytes = self._input_codec.num_bytes(self._config.max_num_batched_tokens)
             self._input = self._links.receiver(self._config.input_address, most_bytes)
             self._input_poller.register(self._input, zmq.POLLIN)
         if self._config.output_address is not None:
@@ -397,15 +396,16 @@ class Worker:
         self._engine.send(encode_message(Allocated(self._config.stage_index)))
 
     def _receive_activation(self, prepared: PreparedMicrobatch) -> torch.Tensor:
-        """The stage before's output for this microbatch, still in the frame it came in."""
+        """The stage before's output for this microbatch; if it came as it was computed, still in its frame."""
         assert self._input is not None
-        expected = self._stage.expected_input(prepared.microbatch)
-        assert expected is not None
-        shape, dtype = expected
         frames = [frame.buffer for frame in self._input.recv_multipart(copy=False)]
         microbatch = prepared.microbatch
         body = check_activation(
-            frames, microbatch.epoch, microbatch.number, self._num_received, shape[0] * shape[1] * dtype.itemsize
+            frames,
+            microbatch.epoch,
+            microbatch.number,
+            self._num_received,
+            self._input_codec.num_bytes(microbatch.num_tokens),
         )
         self._num_received += 1
         self._computing_s, self._slowest_s = stage_times(frames[0])
@@ -415,7 +415,7 @@ class Worker:
         # What was sent before this stage waited lay ready for a time that is not the link's.
         latency_s = self._clock.now_s() - sent_s if sent_s >= self._waiting_since_s else None
         self._account.received(len(body), latency_s)
-        return torch.frombuffer(body, dtype=dtype).view(shape)
+        return self._input_codec.decode(body, microbatch.num_tokens)
 
     def _send(self, microbatch: Microbatch, output: torch.Tensor | MicrobatchResult) -> None:
         start_s = self._clock.now_s()
@@ -426,7 +426,7 @@ class Worker:
             header = activation_header(
                 microbatch.epoch, microbatch.number, self._num_sent, self._computing_s, self._slowest_s, start_s
             )
-            body = tensor_bytes(output)
+            body = self._output_codec.encode(output)
             # Counted first: when the engine has the result, every stage's totals hold the microbatch.
             self._account.sent(body.nbytes)
             self._output.send_multipart([header, body], copy=False)
