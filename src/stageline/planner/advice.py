@@ -70,7 +70,8 @@ def advise_kv_heads(num_kv_heads: int, num_devices: int) -> Advice | None:
         return None
     stages = num_devices // num_kv_heads
     heads = f"{num_kv_heads} KV head{'s' * (num_kv_heads > 1)}"
-    text = f"with {heads}, {num_devices} devices in a stage keep every token's KV {num_devices / num_kv_heads:.3g} times"
+    copies = num_devices / num_kv_heads
+    text = f"with {heads}, {num_devices} devices in a stage keep every token's KV {copies:.3g} times"
     if stages > 1:
         fewer = f"{num_kv_heads} device{'s' * (num_kv_heads > 1)}"
         text += f"; {fewer} in each of {stages} stages hold {stages} times as many tokens"
