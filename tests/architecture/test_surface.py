@@ -20,7 +20,7 @@ def _words(text: str) -> list[str]:
 PUBLIC_NAMES = ["LLM", "AsyncLLM", "SamplingParams", "StagelineError", "StructuredOutputs", "__version__"]
 
 ENGINE_FLAGS = _words("""
-    --bind-cores --block-size --chat-template --device --distributed-executor-backend --dtype --enable-prefix-caching
+    --activation-dtype --bind-cores --block-size --chat-template --device --distributed-executor-backend --dtype --enable-prefix-caching
     --heartbeat-timeout-s --kv-cache-memory --load-timeout-s --long-prefill-token-threshold --look-ahead
     --max-decode-slowdown --no-look-ahead
     --max-microbatches-in-flight --max-model-len --max-num-batched-tokens --max-num-seqs --max-queue --no-bind-cores

@@ -9,6 +9,7 @@ from stageline.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+ACTIVATION_DTYPES = ("auto", "int8", "fp8")
 EXECUTORS = ("multi_process", "in_process")
 QUANTIZATIONS = ("none", "int8")
 # What `--pp-layer-partition` may say instead of counts, and what is made as small as can be then.
@@ -37,8 +38,9 @@ class EngineConfig:
     )
     device: str = setting("auto", "where stages run; auto takes CUDA when there is one", choices=DEVICES, group="model")
     quantization: str = setting(
-        "none", "int8 keeps a GGUF file's quantised weights (Q4_0, Q4_1, Q4_K, Q6_K, Q8_0) as they are and multiplies "
-        "them in int8, on a CPU; none makes them floating-point when loading", choices=QUANTIZATIONS, group="model",
+        "none", "int8 keeps quantised weights (of GGUF Q4_0, Q4_1, Q4_K, Q5_0, Q6_K, Q8_0; four bits of AWQ and GPTQ; "
+        "int4 and int8 of compressed-tensors) as they are and multiplies them in int8, on a CPU; none makes them "
+        "floating-point when loading", choices=QUANTIZATIONS, group="model",
     )
     max_model_len: int | None = setting(
         None, "longest prompt plus output in tokens (default: the model's own limit)", group="model", metavar="TOKENS"
@@ -75,6 +77,10 @@ class EngineConfig:
         None, "most microbatches in the pipeline at once, at least one per stage; the engine takes more than "
         "one per stage when that hides slow links (default: 4 per stage)",
         group="pipeline", metavar="M",
+    )
+    activation_dtype: str = setting(
+        "auto", "how hidden states are sent from one machine to the next: auto as they are computed; int8 or fp8 in "
+        "half as many bytes and a little less accurate, for slow links", choices=ACTIVATION_DTYPES, group="pipeline",
     )
     threads_per_stage: int = setting(
         1, "intra-op threads of each stage's process on a CPU", group="pipeline", metavar="THREADS"
@@ -175,6 +181,7 @@ class EngineConfig:
             "device": DEVICES,
             "quantization": QUANTIZATIONS,
             "distributed_executor_backend": EXECUTORS,
+            "activation_dtype": ACTIVATION_DTYPES,
         }
         for name, choices in choices_of.items():
             one_of(name, getattr(self, name), choices)

@@ -104,6 +104,8 @@ class StageProcesses:
             ping_address=f"{prefix}.ping" if is_local else "",
             input_address=None if stage.is_first else self._input_of(index),
             output_address=None if stage.is_last else self._input_of(index + 1),
+            input_dtype=self._sent_as(config, index),
+            output_dtype=self._sent_as(config, index + 1),
             token_input_address=self._token_address(config) if stage.is_first else None,
             token_output_address=self._token_address(config) if stage.is_last else None,
             access=LinkAccess() if self._remote is None or not is_local else self._remote.access,
@@ -123,6 +125,14 @@ class StageProcesses:
         if self._remote is not None and stage_index >= self._num_local:
             return self._remote.input_of(stage_index)
         return f"{self._ipc(stage_index)}.input"
+
+    def _sent_as(self, config: EngineConfig, receiver: int) -> str:
+        """How the hidden states for a stage travel: only between machines is it worth making them smaller."""
+        crosses = 0 < receiver < self._num_stages and self._machine_of(receiver) != self._machine_of(receiver - 1)
+        return config.activation_dtype if crosses else "auto"
+
+    def _machine_of(self, stage_index: int) -> str:
+        return "" if self._remote is None else self._remote.machine_of(stage_index)
 
     def _token_address(self, config: EngineConfig) -> str | None:
         """Where the first stage gets sampled tokens from the last, so that they need not go through the engine."""

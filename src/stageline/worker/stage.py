@@ -156,9 +156,9 @@ class Stage:
         """Shape and dtype of the hidden states that the microbatch brings; None on the first stage."""
         return None if self.is_first else ((microbatch.num_tokens, self._spec.hidden_size), self.dtype)
 
-    def max_input_bytes(self, max_num_batched_tokens: int) -> int:
-        """The most that a microbatch's hidden states can take."""
-        return max_num_batched_tokens * self._spec.hidden_size * self.dtype.itemsize
+    @property
+    def hidden_size(self) -> int:
+        return self._spec.hidden_size
 
     def prepare(self, microbatch: Microbatch) -> PreparedMicrobatch:
         """Check a microbatch and apply what it changes; once for each, in order.
