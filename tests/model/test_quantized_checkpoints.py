@@ -13,8 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from stageline.checkpoint import open_checkpoint
-from stageline.checkpoint.stage_tensors import stage_file_bytes, stage_weight_bytes
+from stageline.checkpoint.stage_tensors import (
+    can_stay_quantized,
+    packed_bytes,
+    stage_file_bytes,
+    stage_weight_bytes,
+)
 from stageline.errors import CheckpointError
+from stageline.kernels.quantized import QuantizedMatrix
 from stageline.weights.reader import CheckpointReader
 from tests.model.chain import Chain, cut, sequence
 from tests.model.tiny_experts import EXPERT_FAMILIES
@@ -22,6 +28,7 @@ from tests.tiny_models import TinyModel, load_reference, reference_logits
 
 CPU = torch.device("cpu")
 GROUP = 16
+KEPT_GROUP = 32
 Tensors = dict[str, torch.Tensor]
 
 
@@ -43,27 +50,29 @@ def random_numbers(shape: tuple[int, int], bits: int) -> torch.Tensor:
     return torch.randint(0, 2**bits, shape, generator=torch.Generator().manual_seed(shape[0]))
 
 
-def spread(scales: torch.Tensor) -> torch.Tensor:
-    return scales.repeat_interleave(GROUP, 1)
+def spread(scales: torch.Tensor, columns: int) -> torch.Tensor:
+    return scales.repeat_interleave(columns // scales.shape[1], 1)
 
 
-def awq(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
-    numbers, zeros = random_numbers((rows, columns), 4), random_numbers((rows, columns // GROUP), 4)
-    scales = noise(rows, columns // GROUP).half()
+def awq(rows: int, columns: int, group: int = GROUP) -> tuple[Tensors, torch.Tensor]:
+    numbers, zeros = random_numbers((rows, columns), 4), random_numbers((rows, columns // group), 4)
+    scales = noise(rows, columns // group).half()
     order = [0, 2, 4, 6, 1, 3, 5, 7]
     stored = {
         "qweight": packed(numbers.T, 4, order),
         "qzeros": packed(zeros.T, 4, order),
         "scales": scales.T.contiguous(),
     }
-    return stored, (numbers - spread(zeros)) * spread(scales.float())
+    return stored, (numbers - spread(zeros, columns)) * spread(scales.float(), columns)
 
 
-def gptq(rows: int, columns: int, bits: int = 4, is_shuffled: bool = False) -> tuple[Tensors, torch.Tensor]:
+def gptq(
+    rows: int, columns: int, bits: int = 4, is_shuffled: bool = False, group: int = GROUP
+) -> tuple[Tensors, torch.Tensor]:
     """The first format: zero points are stored less one."""
     numbers = random_numbers((rows, columns), bits)
-    zeros = random_numbers((rows, columns // GROUP), bits).clamp(min=1)
-    scales, groups = noise(rows, columns // GROUP).half(), torch.arange(columns) // GROUP
+    zeros = random_numbers((rows, columns // group), bits).clamp(min=1)
+    scales, groups = noise(rows, columns // group).half(), torch.arange(columns) // group
     if is_shuffled:
         groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(5))]
     stored = {
@@ -105,18 +114,20 @@ def int8_channels(rows: int, columns: int) -> tuple[Tensors, torch.Tensor]:
     return {"weight": numbers.to(torch.int8), "weight_scale": scales}, numbers * scales
 
 
-def compressed_int4(rows: int, columns: int, has_zeros: bool = False) -> tuple[Tensors, torch.Tensor]:
-    numbers, zeros = random_numbers((rows, columns), 4), random_numbers((rows, columns // GROUP), 4)
-    scales = noise(rows, columns // GROUP).bfloat16()
+def compressed_int4(
+    rows: int, columns: int, has_zeros: bool = False, group: int = GROUP
+) -> tuple[Tensors, torch.Tensor]:
+    numbers, zeros = random_numbers((rows, columns), 4), random_numbers((rows, columns // group), 4)
+    scales = noise(rows, columns // group).bfloat16()
     stored = {
         "weight_packed": packed(numbers, 4),
         "weight_scale": scales,
         "weight_shape": torch.tensor([rows, columns]),
     }
     if not has_zeros:
-        return stored, (numbers - 8) * spread(scales.float())
+        return stored, (numbers - 8) * spread(scales.float(), columns)
     stored["weight_zero_point"] = packed(zeros.T, 4).T.contiguous()
-    return stored, (numbers - spread(zeros)) * spread(scales.float())
+    return stored, (numbers - spread(zeros, columns)) * spread(scales.float(), columns)
 
 
 def compressed(kind: str, bits: int, **weights: Any) -> dict[str, Any]:
@@ -152,6 +163,21 @@ FORMATS = {
         compressed("int", 4, group_size=GROUP, symmetric=False), lambda *shape: compressed_int4(*shape, has_zeros=True)
     ),
 }
+
+
+KEPT = {
+    "awq": Format(FORMATS["awq"].config, lambda *shape: awq(*shape, group=KEPT_GROUP)),
+    "gptq": Format(FORMATS["gptq"].config, lambda *shape: gptq(*shape, group=KEPT_GROUP)),
+    "compressed int4": Format(
+        compressed("int", 4, group_size=KEPT_GROUP), lambda *shape: compressed_int4(*shape, group=KEPT_GROUP)
+    ),
+    "compressed int4 with zero points": Format(
+        compressed("int", 4, symmetric=False),
+        lambda *shape: compressed_int4(*shape, has_zeros=True, group=KEPT_GROUP),
+    ),
+    "compressed int8 per row": FORMATS["compressed int8 per row"],
+}
+"""Formats whose numbers integer products can work on."""
 
 
 def quantised(directory: Path, form: Format) -> dict[str, torch.Tensor]:
@@ -191,6 +217,46 @@ def test_a_quantised_model_runs_and_all_its_bytes_are_read(tmp_path: Path) -> No
     chain.requests.add(0, sequence(0, 9))
     assert chain.run({0: 9})[0].isfinite().all()
     assert chain.num_bytes_read == stage_file_bytes(checkpoint, range(2), True, True)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_matrix_that_stays_quantised_is_the_same_numbers(name: str, tmp_path: Path) -> None:
+    """But for the minimum of four bits with a zero point, which is a product rounded to half precision."""
+    expected = quantised(tmp_path, KEPT[name])
+    checkpoint = open_checkpoint(str(tmp_path))
+    with CheckpointReader(checkpoint, torch.float32, CPU, keeps_quantized=True) as reader:
+        for tensor, numbers in expected.items():
+            rows, columns = numbers.shape
+            found = reader.read_matrix(tensor, (rows, columns))
+            assert isinstance(found, QuantizedMatrix)
+            largest = numbers.abs().max().item()
+            torch.testing.assert_close(found.rows(torch.arange(rows)), numbers.float(), rtol=1e-3, atol=1e-3 * largest)
+            if rows % 64 == 0:
+                assert packed_bytes(checkpoint.tensors[tensor]) == found.num_bytes
+
+
+@pytest.mark.parametrize("name", ["awq", "compressed int8 per row"])
+def test_a_model_that_stays_quantised_answers_like_its_numbers(name: str, tmp_path: Path) -> None:
+    quantised(tmp_path, KEPT[name])
+    tokens = sequence(0, 20)
+    logits = []
+    for keeps_quantized in (False, True):
+        chain = Chain(tmp_path, cut(1, 1), keeps_quantized=keeps_quantized)
+        chain.requests.add(0, tokens)
+        logits.append(chain.run({0: 20})[0])
+    assert (logits[1] - logits[0]).norm() / logits[0].norm() < 0.1
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq with shuffled groups", "fp8 in blocks", "gptq in 8 bits"])
+def test_what_integer_products_cannot_work_on_is_made_floating_point(name: str, tmp_path: Path) -> None:
+    expected = quantised(tmp_path, FORMATS[name])
+    checkpoint = open_checkpoint(str(tmp_path))
+    with CheckpointReader(checkpoint, torch.float32, CPU, keeps_quantized=True) as reader:
+        tensor, numbers = next(iter(expected.items()))
+        assert not can_stay_quantized(checkpoint.tensors[tensor])
+        found = reader.read_matrix(tensor, (numbers.shape[0], numbers.shape[1]))
+        assert isinstance(found, torch.Tensor)
+        torch.testing.assert_close(found, numbers.float(), rtol=1e-6, atol=1e-7)
 
 
 def test_gpt_oss_with_mxfp4_is_transformers_with_its_numbers(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from stageline import LLM, SamplingParams
 from stageline.checkpoint import open_checkpoint, stage_weight_bytes
 from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES
+from stageline.checkpoint.model_spec import MoeSpec
 from stageline.config.engine_config import EngineConfig
 from stageline.engine.startup import check_quantization
 from stageline.errors import ConfigError
@@ -192,10 +194,13 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, str], words: 
 def test_checkpoints_without_quantised_weights_are_refused(tmp_path: Path) -> None:
     directory = TinyModel().write(tmp_path / "directory")
     config = EngineConfig(model="m", quantization="int8")
-    with pytest.raises(ConfigError, match=r"directory is not one; give a GGUF file of such a type \(Q4_0"):
+    with pytest.raises(ConfigError, match=r"directory are of type F32, none of which .* GGUF file of such a type \(Q4_0.*AWQ"):
         check_quantization(config, open_checkpoint(str(directory)))
     checkpoint = open_checkpoint(str(write_mixed_model(tmp_path / "model.gguf", is_tied=True)))
     check_quantization(config, checkpoint)
+    experts = replace(checkpoint.spec, moe=MoeSpec(num_experts=2, num_experts_per_token=1, intermediate_size=8))
+    with pytest.raises(ConfigError, match=r"dense models only.*--quantization none"):
+        check_quantization(config, type(checkpoint)(checkpoint.path, experts, checkpoint.tensors))
     unsupported = {n: e for n, e in checkpoint.tensors.items() if e.encoding in ("Q5_1", "F32")}
     with pytest.raises(ConfigError, match=r"the matrices of .* are of type Q5_1, none of which it can keep"):
         check_quantization(config, type(checkpoint)(checkpoint.path, checkpoint.spec, unsupported))

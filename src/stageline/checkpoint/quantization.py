@@ -30,12 +30,14 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         bits: of a stored number.
         block_shape: rows and columns of a matrix that share a scale; None for those that the scales' own shape tells.
         adds_one_to_zeros: GPTQ's first format keeps zero points less one.
+        is_reordered: numbers that share a scale do not stand side by side.
     """
 
     method: QuantizationMethod
     bits: int
     block_shape: tuple[int, int] | None = None
     adds_one_to_zeros: bool = False
+    is_reordered: bool = False
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
@@ -78,7 +80,12 @@ def _gptq(fields: Fields) -> Quantization:
         raise CheckpointError(
             f"{fields.source}: checkpoint_format {form!r} is not supported; supported are gptq and gptq_v2"
         )
-    return Quantization(method=QuantizationMethod.GPTQ, bits=bits, adds_one_to_zeros=form == "gptq")
+    return Quantization(
+        method=QuantizationMethod.GPTQ,
+        bits=bits,
+        adds_one_to_zeros=form == "gptq",
+        is_reordered=fields.boolean("desc_act", False),
+    )
 
 
 def _mxfp4(fields: Fields) -> Quantization:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from stageline.checkpoint.checkpoint import TensorEntry
+from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES, PACKED_BLOCK_ELEMENTS
 from stageline.checkpoint.quantization import Quantization, QuantizationMethod
 from stageline.errors import CheckpointError
 
 INT32_BITS = 32
+FOUR_BITS = 4
 MXFP4_BLOCK = 32
 # Scales of activations and of the KV cache, which are not quantised here.
 _UNUSED = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".q_scale", ".input_zero_point", ".weight_shape")
@@ -86,6 +88,30 @@ def _other_parts(tensors: Mapping[str, TensorEntry], base: str, method: Quantiza
             if base + suffix in tensors:
                 found[part] = tensors[base + suffix]
     return found
+
+
+def packed_block_bytes(entry: TensorEntry) -> int | None:
+    """Bytes in memory of 32 numbers of a quantised matrix that integer products work on as it is.
+
+    Returns: None if they cannot: scales must be of runs of a row that are a multiple of 32 long.
+    """
+    quantization, columns = entry.quantization, entry.shape[-1]
+    if quantization is None or quantization.is_reordered or entry.rope_permuted_heads:
+        return None
+    scales, numbers = entry.parts["scales"].shape, entry.parts["numbers"]
+    is_compressed = quantization.method == QuantizationMethod.COMPRESSED_TENSORS
+    if quantization.method in (QuantizationMethod.AWQ, QuantizationMethod.GPTQ):
+        num_runs = scales[0] if quantization.bits == FOUR_BITS else 0
+    elif is_compressed and len(scales) == 2 and "groups" not in entry.parts:
+        is_known = numbers.encoding == "I8" or (numbers.encoding == "I32" and quantization.bits == FOUR_BITS)
+        num_runs = scales[1] if is_known and scales[0] == entry.shape[0] else 0
+    else:
+        num_runs = 0
+    if num_runs < 1 or columns % (num_runs * PACKED_BLOCK_ELEMENTS):
+        return None
+    if numbers.encoding == "I8":
+        return None if "zeros" in entry.parts else PACKED_BLOCK_BYTES["Q8_0"]
+    return PACKED_BLOCK_BYTES["Q4_1" if "zeros" in entry.parts else "Q4_0"]
 
 
 def _check_parts(parts: Parts, quantization: Quantization) -> None:

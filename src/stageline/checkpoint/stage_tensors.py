@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
 from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES, PACKED_BLOCK_ELEMENTS
+from stageline.checkpoint.quantized_tensors import packed_block_bytes
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.", "model.norm.", "lm_head."
 
@@ -41,12 +42,18 @@ def stage_weight_bytes(
 
 def can_stay_quantized(entry: TensorEntry) -> bool:
     """Whether the tensor is a matrix that integer products can work on as it is."""
-    return entry.encoding in PACKED_BLOCK_BYTES and len(entry.shape) == 2
+    return len(entry.shape) == 2 and _packed_block_bytes(entry) is not None
 
 
 def packed_bytes(entry: TensorEntry) -> int:
     """Bytes in memory of a tensor that stays quantised."""
-    return entry.num_elements // PACKED_BLOCK_ELEMENTS * PACKED_BLOCK_BYTES[entry.encoding]
+    block_bytes = _packed_block_bytes(entry)
+    assert block_bytes is not None, "the tensor can stay quantised"
+    return entry.num_elements // PACKED_BLOCK_ELEMENTS * block_bytes
+
+
+def _packed_block_bytes(entry: TensorEntry) -> int | None:
+    return packed_block_bytes(entry) if entry.parts else PACKED_BLOCK_BYTES.get(entry.encoding)
 
 
 def stage_file_bytes(checkpoint: Checkpoint, layers: range, is_first: bool, is_last: bool) -> int:

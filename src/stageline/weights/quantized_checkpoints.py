@@ -67,14 +67,16 @@ def unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     return numbers.flatten(1)
 
 
+def in_awq_order(words: torch.Tensor) -> torch.Tensor:
+    """As `unpacked`, of words in which eight numbers of four bits lie in AWQ's order."""
+    numbers = unpacked(words, 4)
+    return numbers.view(numbers.shape[0], -1, 8)[..., _AWQ_ORDER].flatten(1)
+
+
 def _awq(quantization: Quantization, parts: Parts) -> torch.Tensor:
     """Words hold eight columns of the transposed matrix; so do zero points."""
-
-    def in_order(words: torch.Tensor) -> torch.Tensor:
-        numbers = unpacked(words, quantization.bits)
-        return numbers.view(numbers.shape[0], -1, 8)[..., _AWQ_ORDER].flatten(1).float()
-
-    numbers, zeros, scales = in_order(parts["numbers"]), in_order(parts["zeros"]), parts["scales"].float()
+    numbers, zeros = (in_awq_order(parts[name]).float() for name in ("numbers", "zeros"))
+    scales = parts["scales"].float()
     group = numbers.shape[0] // scales.shape[0]
     grouped = numbers.view(scales.shape[0], group, -1)
     return ((grouped - zeros.unsqueeze(1)) * scales.unsqueeze(1)).flatten(0, 1).T.contiguous()

@@ -16,11 +16,13 @@ from msgspec.structs import replace
 
 from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
 from stageline.checkpoint.encodings import ENCODINGS
+from stageline.checkpoint.stage_tensors import can_stay_quantized
 from stageline.errors import CheckpointError
 from stageline.kernels.huge_pages import HugePages
 from stageline.kernels.quantized import QuantizedMatrix
 from stageline.weights.ggml_types import FLOAT_DTYPES, decode
-from stageline.weights.quantized import PACKED_ENCODINGS, pack_matrix
+from stageline.weights.packed_checkpoints import pack_parts
+from stageline.weights.quantized import pack_matrix
 from stageline.weights.quantized_checkpoints import RAW_DTYPES, dequantize
 
 # Large enough that a run's fixed cost is nothing, small enough that its float32 form (1 MiB) stays in the cache. A
@@ -93,8 +95,12 @@ class CheckpointReader:
     def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor | QuantizedMatrix:
         """As `read`, but a matrix whose type integer products can work on stays quantised if that was asked for."""
         entry = self._entry(name, shape)
-        if not self._keeps_quantized or entry.encoding not in PACKED_ENCODINGS:
+        if not self._keeps_quantized or not can_stay_quantized(entry):
             return self.read(name, shape)
+        if entry.parts:
+            stored = {part: self._read_raw(of_part) for part, of_part in entry.parts.items()}
+            kept = pack_parts(entry, stored, self._packed_memory)
+            return self.read(name, shape) if kept is None else kept
         data = torch.empty(entry.num_bytes, dtype=torch.uint8)
         self._read_directly(entry, data)
         rows = data.view(shape[0], -1)
