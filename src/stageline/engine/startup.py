@@ -82,11 +82,14 @@ def check_quantization(config: EngineConfig, checkpoint: Checkpoint) -> None:
     if config.quantization == "none":
         return
     supported = ", ".join(sorted(PACKED_BLOCK_BYTES))
-    way_out = f"give a GGUF file of such a type ({supported}) or --quantization none"
-    if not checkpoint.is_gguf:
+    way_out = (
+        f"give a GGUF file of such a type ({supported}), a checkpoint in AWQ, GPTQ or compressed-tensors, or "
+        "--quantization none"
+    )
+    if checkpoint.spec.moe is not None or checkpoint.spec.mla is not None:
         raise ConfigError(
-            f"--quantization {config.quantization} keeps the weights of a quantised GGUF file as they are, but "
-            f"{checkpoint.path} is not one; {way_out}"
+            f"--quantization {config.quantization} keeps the weights of dense models only, but {checkpoint.path} has "
+            "experts or latent attention; give --quantization none"
         )
     if not any(can_stay_quantized(entry) for entry in checkpoint.tensors.values()):
         found = ", ".join(sorted({entry.encoding for entry in checkpoint.tensors.values() if len(entry.shape) == 2}))
