@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from stageline.cost.host_profile import (
+    Contention,
     Curve,
     EngineCosts,
     HostKey,
@@ -35,7 +36,7 @@ def profile() -> HostProfile:
         stage_s=1e-4,
         attention_token_s=1e-8,
         prefill_attention_s=2e-9,
-        slowdowns=(1.0, 1.2),
+        contention=(Contention((1, 9), (1.8, 1.0)),),
         prepare_s=2e-4,
         prepare_row_s=1e-6,
         messages=MessageCosts(1e-5, 3e-5, 1e9),
@@ -82,7 +83,8 @@ def test_the_host_is_a_pipeline_whose_stages_share_its_cores() -> None:
     pipeline = host_pipeline(profile(), SHAPE, stages_of((2, 2, 2)))
     assert pipeline.host is not None
     assert pipeline.host.num_cores == 2, "two threads a stage, four cores"
-    assert [pipeline.host.slowdown(number) for number in (0, 1, 2, 3)] == [1.0, 1.0, 1.2, 1.2]
+    assert [pipeline.host.slowdowns(number)[0] for number in (1, 5, 9)] == [1.0, 1.0, 1.0]
+    assert [pipeline.host.slowdowns(number)[1] for number in (1, 5, 99)] == pytest.approx([1.8, 1.4, 1.0])
     assert pipeline.launch_s == pytest.approx(1e-4 + 3 * 1e-5)
 
 

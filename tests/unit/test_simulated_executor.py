@@ -120,7 +120,7 @@ def test_two_stages_on_one_core_take_turns_and_slow_each_other():
     # Stage 0 alone for a second; then both share the core for two; then stage 1 alone.
     assert one_core[1].ends_s == pytest.approx([3.0, 4.0])
     both = passages([[1.0, 1.0], [1.0, 1.0]], [-1, -1])
-    two_cores = run(StagesOnOneHost(pipeline, HostCores(2, (1.0, 1.5))), both, [0.0, 0.0])
+    two_cores = run(StagesOnOneHost(pipeline, HostCores(2, lambda num_tokens: (1.0, 1.5))), both, [0.0, 0.0])
     assert two_cores[1].ends_s == pytest.approx([2.5, 3.5])
 
 

@@ -60,7 +60,7 @@ def run(
     return simulate(requests, pipeline(num_stages, host), partition, limits(num_stages), MEMORY, most)
 
 
-@pytest.mark.parametrize("host", [None, HostCores(2, (1.0, 1.2))])
+@pytest.mark.parametrize("host", [None, HostCores(2, lambda num_tokens: (1.0, 1.2))])
 @pytest.mark.parametrize("num_stages", [1, 3])
 def test_every_request_gets_all_its_tokens_and_each_of_them_takes_time(num_stages, host):
     requests = draw_like_sharegpt(40, random.Random(num_stages))

@@ -38,7 +38,10 @@ def format_profile(profile: HostProfile) -> str:
         f"{tokens} rows {profile.matmul_flops_per_s(tokens) / 1e9:.0f} GFLOP/s" for tokens in _SHOWN_TOKENS
     )
     attention = shape.kv_bytes_per_token / profile.attention_token_s
-    slowdowns = ", ".join(f"{number} at once {factor:.2f}" for number, factor in enumerate(profile.slowdowns, start=1))
+    slowdowns = "; ".join(
+        f"{number} at once " + ", ".join(f"{rows} rows {contention.at(rows):.2f}" for rows in _SHOWN_TOKENS[:3])
+        for number, contention in enumerate(profile.contention, start=2)
+    )
     engine_s = profile.engine.launch_s + profile.engine.result_s + profile.engine.news_s
     return "\n".join(
         [
@@ -46,7 +49,7 @@ def format_profile(profile: HostProfile) -> str:
             f"matrix products, one stage:  {rates}",
             f"weights are read at          {profile.memory_bytes_per_s / 1e9:.1f} GB/s",
             f"a decode reads its cache at  {attention / 1e9:.1f} GB/s",
-            f"slower with several stages:  {slowdowns}",
+            f"slower with several stages:  {slowdowns or 'there are no cores for several'}",
             f"a microbatch costs besides   {(profile.stage_s + profile.prepare_s) * 1e6:.0f} µs on a stage, "
             f"{engine_s * 1e6:.0f} µs in the engine",
             f"a message takes              {messages.latency_s * 1e6:.0f} µs, large ones "

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from stageline.config import environment
 from stageline.cost.hardware import Device, MatmulRate
@@ -88,6 +89,19 @@ class Curve(msgspec.Struct, frozen=True):
         return times_s[place - 1] + share * (times_s[place] - times_s[place - 1])
 
 
+class Contention(msgspec.Struct, frozen=True):
+    """How many times as long computing takes while so many stages compute, over a number of tokens.
+
+    Few tokens wait for the memory, which stages share; many wait for the processor, which they do not.
+    """
+
+    tokens: tuple[int, ...]
+    factors: tuple[float, ...]
+
+    def at(self, num_tokens: int) -> float:
+        return float(np.interp(num_tokens, self.tokens, self.factors))
+
+
 class MessageCosts(msgspec.Struct, frozen=True):
     """Messages inside the host.
 
@@ -122,7 +136,7 @@ class HostProfile(msgspec.Struct, frozen=True):
     stage_s: what every stage pays for a microbatch besides its layers.
     attention_token_s: of one layer, for each token in the KV cache of each decode.
     prefill_attention_s: of one layer, for each unit of Σ(2Lx + x²).
-    slowdowns: [stages at once, from 1 on] by how much computing takes longer.
+    contention: [stages at once, from 2 on].
     prepare_s, prepare_row_s: a stage's time for an announcement.
     memory_bytes_per_s: of reading weights, by one stage.
     """
@@ -135,13 +149,17 @@ class HostProfile(msgspec.Struct, frozen=True):
     stage_s: float
     attention_token_s: float
     prefill_attention_s: float
-    slowdowns: tuple[float, ...]
+    contention: tuple[Contention, ...]
     prepare_s: float
     prepare_row_s: float
     messages: MessageCosts
     engine: EngineCosts
     memory_bytes_per_s: float
     memory_bytes: float
+
+    def slowdowns(self, num_tokens: int) -> tuple[float, ...]:
+        """[stages at once, from 1 on] for a microbatch with so many tokens."""
+        return (1.0, *(contention.at(num_tokens) for contention in self.contention))
 
     def matmul_flops_per_s(self, num_tokens: int) -> float:
         """Rate of a layer's matrix products with so many rows, by one stage."""

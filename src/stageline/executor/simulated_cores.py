@@ -75,6 +75,7 @@ class StagesOnOneHost:
     def launch(self, passage: Passage, now_s: float) -> None:
         self._run_until(now_s)
         num_stages = len(self._stages)
+        passage.slowdowns = self._host.slowdowns(passage.num_tokens)
         passage.waits_s, passage.starts_s, passage.ends_s = ([0.0] * num_stages for _ in range(3))
         self._sampling.add(passage.number)
         if passage.source in self._sampling:
@@ -98,18 +99,19 @@ class StagesOnOneHost:
     def _step(self, until_s: float) -> bool:
         """Go on to the next event, or to `until_s` if that comes first. False if nothing will ever happen again."""
         working = [stage for stage in self._stages if stage.phase is not _Phase.IDLE]
-        rate = self._rate(working)
+        rates = self._rates(working)
         next_s = self._events[0][0] if self._events else math.inf
-        if working and rate > 0:
-            next_s = min(next_s, self._now_s + min(stage.left_s for stage in working) / rate)
+        for stage, rate in zip(working, rates, strict=True):
+            if rate > 0:
+                next_s = min(next_s, self._now_s + stage.left_s / rate)
         if self._engine_left_s > _NOTHING_S:
             next_s = min(next_s, self._now_s + self._engine_left_s)
         if next_s > until_s:
-            self._spend(working, rate, until_s)
+            self._spend(working, rates, until_s)
             return False
         if next_s == math.inf:
             return False
-        self._spend(working, rate, next_s)
+        self._spend(working, rates, next_s)
         for stage in working:
             if stage.left_s <= _NOTHING_S:
                 self._finish_phase(stage)
@@ -118,17 +120,16 @@ class StagesOnOneHost:
             self._happen(kind, passage)
         return True
 
-    def _rate(self, working: list[_Stage]) -> float:
+    def _rates(self, working: list[_Stage]) -> list[float]:
         """How much of its work each stage does in a second; the engine does all of its own."""
-        if not working:
-            return 1.0
         cores = self._host.num_cores - (self._engine_left_s > _NOTHING_S)
+        share = min(1.0, max(0, cores) / len(working)) if working else 1.0
         num_computing = min(sum(stage.phase is _Phase.COMPUTING for stage in working), self._host.num_cores)
-        return min(1.0, max(0, cores) / len(working)) / self._host.slowdown(num_computing)
+        return [share / _slowdown(stage, num_computing) for stage in working]
 
-    def _spend(self, working: list[_Stage], rate: float, until_s: float) -> None:
+    def _spend(self, working: list[_Stage], rates: list[float], until_s: float) -> None:
         elapsed_s = max(0.0, until_s - self._now_s)
-        for stage in working:
+        for stage, rate in zip(working, rates, strict=True):
             stage.left_s -= elapsed_s * rate
         self._engine_left_s -= min(self._engine_left_s, elapsed_s)
         self._now_s = max(self._now_s, until_s)
@@ -208,6 +209,13 @@ class StagesOnOneHost:
         link = pipeline.links[index]
         stage.link_free_s = max(self._now_s, stage.link_free_s) + pipeline.transfer_s(link, passage.num_tokens)
         self._after(stage.link_free_s + link.latency_s - self._now_s, index + 1, passage)
+
+
+def _slowdown(stage: _Stage, num_computing: int) -> float:
+    if stage.phase is not _Phase.COMPUTING or stage.passage is None:
+        return 1.0
+    slowdowns = stage.passage.slowdowns
+    return slowdowns[min(num_computing, len(slowdowns)) - 1]
 
 
 _ANNOUNCED, _RESULT, _TOKENS = -1, -2, -3

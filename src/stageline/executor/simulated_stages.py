@@ -39,15 +39,12 @@ class HostCores:
 
     Args:
         num_cores: what more of them want than there are, they share evenly; the engine goes first.
-        slowdowns: [stages at once, from 1 on] how many times as long computing takes while so many compute, because
-            they share the memory; the last counts for more.
+        slowdowns: of a microbatch with so many tokens: [stages at once, from 1 on] how many times as long computing
+            takes while so many compute, because they share the memory; the last counts for more.
     """
 
     num_cores: int
-    slowdowns: tuple[float, ...] = (1.0,)
-
-    def slowdown(self, num_computing: int) -> float:
-        return self.slowdowns[min(max(1, num_computing), len(self.slowdowns)) - 1]
+    slowdowns: Callable[[int], Sequence[float]] = lambda num_tokens: (1.0,)
 
 
 @dataclass(frozen=True)
@@ -102,6 +99,7 @@ class Passage:
     Args:
         source: number of the microbatch whose tokens it needs on the first stage; -1 if it needs none.
         times_s: [stages] of computing, alone.
+        slowdowns: see `HostCores`.
         waits_s: [stages] since when the stage could have computed it.
         starts_s, ends_s: [stages] when it computed it.
         result_s: when the engine can have the result.
@@ -112,6 +110,7 @@ class Passage:
     num_rows: int
     source: int
     times_s: Sequence[float]
+    slowdowns: Sequence[float] = (1.0,)
     waits_s: list[float] = field(default_factory=list)
     starts_s: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)

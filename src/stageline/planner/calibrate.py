@@ -21,7 +21,7 @@ from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.checkpoint.stage_tensors import stage_weight_bytes
 from stageline.config.engine_config import EngineConfig
-from stageline.cost.host_profile import Curve, HostKey, HostProfile, MessageCosts, host_key, layer_shape
+from stageline.cost.host_profile import Contention, Curve, HostKey, HostProfile, MessageCosts, host_key, layer_shape
 from stageline.cost.model_costs import model_costs
 from stageline.errors import ConfigError, StagelineError
 from stageline.executor.stage_processes import available_cores
@@ -46,7 +46,7 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DECODE_ROWS = (1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 48, 64)
 _CONTEXT, _LONG_CONTEXT, _CONTEXT_ROWS = 128, 512, 16
 _CHUNK, _LONG_CHUNK = 128, 512
-_AT_ONCE_ROWS = (1, 4, 8, 16, 32)
+_AT_ONCE_ROWS = (1, 4, 8, 16, 32, 64)
 POINT_S = 0.4
 _LARGER_THAN_CACHES_BYTES = 2**28
 _MOST_MEMORY_FRACTION = 0.4
@@ -90,9 +90,7 @@ def calibrate_host(
         orders = _Orders(point_s)
         alone = {order: processes.time(order, 1)[0] for order in orders.all}
         on_step("layers, several stages at once")
-        slowdowns = [1.0]
-        for num_at_once in range(2, num_processes + 1):
-            slowdowns.append(_slowdown(processes, num_at_once, slowdowns[-1], point_s))
+        contention = tuple(_contention(processes, number, point_s) for number in range(2, num_processes + 1))
         on_step("messages and the engine")
         messages = processes.measure_messages()
     fitted = _Fit(orders, alone, num_layers)
@@ -105,7 +103,7 @@ def calibrate_host(
         stage_s=fitted.stage_s,
         attention_token_s=fitted.attention_token_s,
         prefill_attention_s=fitted.prefill_attention_s,
-        slowdowns=tuple(slowdowns),
+        contention=contention,
         prepare_s=fitted.prepare_s,
         prepare_row_s=fitted.prepare_row_s,
         messages=messages,
@@ -147,15 +145,15 @@ class _Orders:
         self.all = [*self.decodes, self.long_decode, self.chunk, self.late_chunk, self.long_chunk]
 
 
-def _slowdown(processes: _Processes, num_at_once: int, before: float, point_s: float) -> float:
-    """How much longer layers take with so many stages at once; never less than with fewer."""
-    ratios = []
+def _contention(processes: _Processes, num_at_once: int, point_s: float) -> Contention:
+    factors = []
     for rows in _AT_ONCE_ROWS:
         order = TimeMicrobatch(rows, 1, _CONTEXT, point_s, False)
         # Alone again, just before: the host may have become faster or slower since.
         alone_s = processes.time(order, 1)[0].layers_s
-        ratios += [measured.layers_s / alone_s for measured in processes.time(order, num_at_once)]
-    return max(before, median(ratios))
+        at_once_s = median(measured.layers_s for measured in processes.time(order, num_at_once))
+        factors.append(max(1.0, at_once_s / alone_s))
+    return Contention(_AT_ONCE_ROWS, tuple(factors))
 
 
 class _Fit:
