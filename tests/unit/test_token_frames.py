@@ -33,7 +33,7 @@ def result(number: int, token_ids: list[int]) -> MicrobatchResult:
 def test_tokens_arrive_as_they_were_sent(token_ids):
     frame = token_frame(2, 17, 5, token_ids)
     assert len(frame) == max_token_frame_bytes(len(token_ids))
-    assert check_token_frame([frame], 2, 17, 5, len(token_ids), VOCAB_SIZE) == token_ids
+    assert check_token_frame([frame], 2, 17, 5, len(token_ids), VOCAB_SIZE).tolist() == token_ids
 
 
 @given(frame=st.binary(max_size=64))

@@ -9,6 +9,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from stageline.errors import FrameError
 
 _HEADER = struct.Struct("<4sIQQ")
@@ -28,10 +31,10 @@ def token_frame(epoch: int, microbatch: int, sequence: int, token_ids: Sequence[
 
 def check_token_frame(
     frames: Sequence[bytes], epoch: int, microbatch: int, sequence: int, num_tokens: int, vocab_size: int
-) -> list[int]:
+) -> npt.NDArray[np.int32]:
     """Check received tokens against what is expected next.
 
-    Returns: token ids [num_tokens], each in [0, vocab_size).
+    Returns: token ids int32 [num_tokens], each in [0, vocab_size).
     Raises: FrameError with what was expected and found.
     """
     num_bytes = max_token_frame_bytes(num_tokens)
@@ -42,7 +45,8 @@ def check_token_frame(
     expected = [epoch, microbatch, sequence]
     if magic != _MAGIC or found != expected:
         raise FrameError(f"tokens for (epoch, microbatch, sequence) {found}; expected {expected}")
-    token_ids = list(struct.unpack_from(f"<{num_tokens}i", frames[0], _HEADER.size))
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+    token_ids = np.frombuffer(frames[0], dtype="<i4", offset=_HEADER.size)
+    # Negative ones are large as unsigned numbers.
+    if token_ids.view("<u4").max(initial=0) >= vocab_size:
         raise FrameError(f"tokens for m{microbatch} outside [0, {vocab_size})")
     return token_ids

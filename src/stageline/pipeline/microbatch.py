@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from itertools import accumulate
+from operator import add, lt
 
 import msgspec
 
@@ -200,12 +201,15 @@ def check_microbatch(microbatch: Microbatch, limits: MicrobatchLimits) -> None:
         )
     if microbatch.num_tokens > limits.max_num_batched_tokens:
         raise FrameError(f"{microbatch}: {microbatch.num_tokens} tokens, limit {limits.max_num_batched_tokens}")
-    for computed, scheduled in zip(microbatch.num_computed_tokens, microbatch.num_scheduled_tokens, strict=True):
-        if computed < 0 or computed + scheduled > limits.max_model_len:
-            raise FrameError(f"{microbatch}: {computed} + {scheduled} tokens, max_model_len {limits.max_model_len}")
+    longest = max(map(add, microbatch.num_computed_tokens, microbatch.num_scheduled_tokens), default=0)
+    if longest > limits.max_model_len or min(microbatch.num_computed_tokens, default=0) < 0:
+        raise FrameError(
+            f"{microbatch}: rows of up to {longest} tokens, at least {min(microbatch.num_computed_tokens)} of them "
+            f"computed; max_model_len {limits.max_model_len}"
+        )
     _check_ids(microbatch, "token id", microbatch.token_ids, limits.vocab_size)
     _check_ids(microbatch, "sampling row", microbatch.sampling_rows, rows)
-    if any(a >= b for a, b in zip(microbatch.sampling_rows, microbatch.sampling_rows[1:], strict=False)):
+    if not _is_ascending(microbatch.sampling_rows):
         raise FrameError(f"{microbatch}: sampling rows are not ascending")
     _check_masked_rows(microbatch)
     _check_pending_rows(microbatch, limits)
@@ -229,9 +233,13 @@ def check_microbatch(microbatch: Microbatch, limits: MicrobatchLimits) -> None:
             raise FrameError(f"{microbatch}: history or prompt longer than max_model_len {limits.max_model_len}")
 
 
+def _is_ascending(rows: list[int]) -> bool:
+    return all(map(lt, rows, rows[1:]))
+
+
 def _check_masked_rows(microbatch: Microbatch) -> None:
     masked = microbatch.masked_rows
-    if masked and (masked != sorted(set(masked)) or not set(masked) <= set(microbatch.sampling_rows)):
+    if masked and (not _is_ascending(masked) or not set(masked) <= set(microbatch.sampling_rows)):
         raise FrameError(f"{microbatch}: masked rows {masked} are not some of its sampling rows, ascending")
 
 
@@ -243,7 +251,7 @@ def _check_pending_rows(microbatch: Microbatch, limits: MicrobatchLimits) -> Non
         return
     if len(places) != len(rows) or not 0 <= oldest < microbatch.number:
         raise FrameError(f"{microbatch}: {len(rows)} rows wait for {len(places)} tokens of m{oldest}")
-    if rows != sorted(set(rows)) or rows[0] < 0 or rows[-1] >= microbatch.num_decode_rows:
+    if not _is_ascending(rows) or rows[0] < 0 or rows[-1] >= microbatch.num_decode_rows:
         raise FrameError(f"{microbatch}: rows {rows} that wait for a token are not decodes, ascending")
     _check_ids(microbatch, "place of a token", places, limits.max_num_seqs)
 

@@ -26,11 +26,14 @@ class InputBuffers:
     def __init__(self, limits: MicrobatchLimits, device: torch.device) -> None:
         self._limits = limits
         self._device = device
+        self._is_on_host = device.type == "cpu"
         self._tables = np.zeros((limits.max_num_seqs, limits.max_blocks_per_request), dtype=np.int32)
         self._window_tables = self._tables.copy() if limits.num_window_blocks else None
         self._num_blocks = np.zeros(limits.max_num_seqs, dtype=np.int64)
         self._row_of: dict[int, int] = {}
         self._free_rows = list(reversed(range(limits.max_num_seqs)))
+        self._counting = np.arange(limits.max_num_seqs + 1, dtype=np.int32)
+        self._block_places = np.arange(limits.max_blocks_per_request)
 
     @property
     def num_requests(self) -> int:
@@ -84,30 +87,36 @@ class InputBuffers:
         block_size = self._limits.block_size
         rows = np.array([self._known_row(microbatch, number) for number in microbatch.request_numbers], dtype=np.int64)
         computed = np.array(microbatch.num_computed_tokens, dtype=np.int64)
-        scheduled = np.array(microbatch.num_scheduled_tokens, dtype=np.int64)
-        context_lens = computed + scheduled
+        if microbatch.num_tokens == len(rows):
+            # Decodes alone, by far the most frequent: what follows from their lengths is known.
+            context_lens, positions, row_of_token = computed + 1, computed, rows
+            query_starts = self._counting[: len(rows) + 1]
+        else:
+            scheduled = np.array(microbatch.num_scheduled_tokens, dtype=np.int64)
+            context_lens = computed + scheduled
+            ends = np.cumsum(scheduled)
+            positions = np.arange(ends[-1]) + np.repeat(context_lens - ends, scheduled)
+            row_of_token = np.repeat(rows, scheduled)
+            query_starts = np.concatenate(([0], ends)).astype(np.int32)
         needed_blocks = -(-context_lens // block_size)
         self._check_tables(microbatch, rows, needed_blocks)
-        query_starts = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(scheduled, out=query_starts[1:])
-        positions = np.arange(query_starts[-1]) + np.repeat(computed - query_starts[:-1], scheduled)
         width = int(needed_blocks.max(initial=0))
-        is_beyond = np.arange(width) >= needed_blocks[:, None]
-        row_of_token = np.repeat(rows, scheduled)
+        is_beyond = self._block_places[:width] >= needed_blocks[:, None]
+        block_of_token, offsets = np.divmod(positions, block_size)
 
         def look_up(all_tables: npt.NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
             """Block tables of the rows, and slots of the tokens."""
-            blocks = all_tables[row_of_token, positions // block_size].astype(np.int64)
+            blocks = all_tables[row_of_token, block_of_token].astype(np.int64)
             tables = all_tables[rows, :width]
             tables[is_beyond] = 0
-            return self._to_device(tables), self._to_device(blocks * block_size + positions % block_size)
+            return self._to_device(tables), self._to_device(blocks * block_size + offsets)
 
         tables, slots = look_up(self._tables)
         metadata = AttentionMetadata(
             num_decode_rows=microbatch.num_decode_rows,
             num_scheduled_tokens=microbatch.num_scheduled_tokens,
             num_computed_tokens=microbatch.num_computed_tokens,
-            query_starts=self._to_device(query_starts.astype(np.int32)),
+            query_starts=self._to_device(query_starts),
             context_lens=self._to_device(context_lens.astype(np.int32)),
             block_tables=tables,
             slot_mapping=slots,
@@ -130,4 +139,5 @@ class InputBuffers:
             )
 
     def _to_device(self, array: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        tensor = torch.from_numpy(array)
+        return tensor if self._is_on_host else tensor.to(self._device)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stageline.attention.backend import AttentionMetadata
@@ -47,13 +49,12 @@ class PreparedMicrobatch:
     """A microbatch that may be run as soon as its input is there.
 
     Args:
-        token_ids: int64 [tokens] on the device for the first stage, else None. Those of pending rows are filled in when
-            it is run.
+        token_ids: int64 [tokens] for the first stage, else None. Those of pending rows are filled in when it is run.
     """
 
     microbatch: Microbatch
     metadata: AttentionMetadata
-    token_ids: torch.Tensor | None
+    token_ids: npt.NDArray[np.int64] | None
 
 
 class Stage:
@@ -171,7 +172,7 @@ class Stage:
         if self.is_last:
             self._masks.announce(microbatch)
             self._sampled.announce(microbatch)
-        token_ids = torch.tensor(microbatch.token_ids, dtype=torch.int64, device=self.device) if self.is_first else None
+        token_ids = np.array(microbatch.token_ids, dtype=np.int64) if self.is_first else None
         return PreparedMicrobatch(microbatch, metadata, token_ids)
 
     def add_masks(self, masks: TokenMasks) -> None:
@@ -196,7 +197,7 @@ class Stage:
         prepared: PreparedMicrobatch,
         hidden_states: torch.Tensor | None = None,
         before_sampling: Callable[[], None] | None = None,
-        pending_token_ids: Sequence[int] = (),
+        pending_token_ids: Sequence[int] | npt.NDArray[np.int32] = (),
     ) -> torch.Tensor | MicrobatchResult:
         """Compute a prepared microbatch; once for each, in order.
 
@@ -233,7 +234,10 @@ class Stage:
         return result
 
     def _inputs(
-        self, prepared: PreparedMicrobatch, hidden_states: torch.Tensor | None, pending_token_ids: Sequence[int]
+        self,
+        prepared: PreparedMicrobatch,
+        hidden_states: torch.Tensor | None,
+        pending_token_ids: Sequence[int] | npt.NDArray[np.int32],
     ) -> torch.Tensor:
         expected = self.expected_input(prepared.microbatch)
         if expected is None:
@@ -242,8 +246,8 @@ class Stage:
             assert len(rows) == len(pending_token_ids), "a pending row needs its token"
             if rows:
                 # Rows before a decode are decodes, so a row's number is its token's index.
-                prepared.token_ids[torch.tensor(rows)] = torch.tensor(pending_token_ids, device=self.device)
-            return prepared.token_ids
+                prepared.token_ids[rows] = pending_token_ids
+            return torch.from_numpy(prepared.token_ids).to(self.device)
         assert hidden_states is not None, "a later stage needs hidden states"
         shape, dtype = expected
         if tuple(hidden_states.shape) != shape or hidden_states.dtype != dtype:

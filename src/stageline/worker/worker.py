@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 import zmq
 
@@ -58,7 +60,7 @@ class _Input:
     """What a microbatch needs to run besides itself. Args: token_ids: of its pending rows, for the first stage."""
 
     hidden_states: torch.Tensor | None = None
-    token_ids: Sequence[int] = ()
+    token_ids: Sequence[int] | npt.NDArray[np.int32] = ()
 
 
 @dataclass(frozen=True)
@@ -274,7 +276,7 @@ class Worker:
             raise FrameError(f"{microbatch}: awaits tokens of m{microbatch.oldest}, which were not sampled before")
         return self._own_tokens.popleft().token_ids
 
-    def _receive_tokens(self, prepared: PreparedMicrobatch) -> list[int]:
+    def _receive_tokens(self, prepared: PreparedMicrobatch) -> npt.NDArray[np.int32]:
         """What the last stage sampled for this microbatch's pending rows."""
         assert self._token_input is not None
         microbatch = prepared.microbatch
