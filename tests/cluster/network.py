@@ -58,6 +58,13 @@ class Network:
             finally:
                 _enter(home.fileno())
 
+    def shape(self, machine: int, bits_per_s: float) -> None:
+        """Let no more than that leave a machine: a token bucket, which a fifth of a millisecond fills."""
+        burst_bytes = max(8 * 2**10, round(bits_per_s / 8 * 0.0002))
+        words = ["rate", f"{bits_per_s:.0f}bit", "burst", str(burst_bytes), "latency", "1s"]
+        command = ["tc", "-n", self._machines[machine], "qdisc", "replace", "dev", "eth0", "root", "tbf", *words]
+        subprocess.run(command, check=True, capture_output=True, timeout=20)
+
     def pull_out(self, machine: int) -> None:
         """The cable of a machine: nothing gets through, and nobody is told."""
         _ip("-n", self._switch, "link", "set", f"p{machine}", "nomaster")
