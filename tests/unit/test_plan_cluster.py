@@ -69,13 +69,15 @@ def test_what_cannot_be_is_refused(tmp_path: Path, change: dict[str, object], me
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("memory_bytes", 0, "device mine: memory_bytes is 0; it must be above 0"),
+        ("memory_bytes", 0, "device mine: memory_bytes is 0; it must be a number above 0"),
+        ("memory_bytes", float("inf"), "memory_bytes is inf; it must be a number above 0"),
+        ("memory_bytes_per_s", float("nan"), "memory_bytes_per_s is nan"),
         ("memory_bytes_per_s", -1, "memory_bytes_per_s is -1"),
         ("flops_per_s", {}, "flops_per_s is empty"),
         ("flops_per_s", {"bf16": 0}, "flops_per_s.bf16 is 0"),
         ("memory_efficiency", 1.5, "memory_efficiency is 1.5; it must be above 0 and at most 1"),
         ("kind", "gpu", "kind is 'gpu'; it must be accelerator or cpu"),
-        ("price_per_hour", -1, "price_per_hour is -1; it must be at least 0"),
+        ("price_per_hour", -1, "price_per_hour is -1; it must be a number of at least 0"),
     ],
 )
 def test_numbers_that_no_device_has_are_refused(tmp_path: Path, field: str, value: object, message: str) -> None:

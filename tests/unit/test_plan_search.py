@@ -47,8 +47,16 @@ def test_layouts_are_ranked_by_throughput_and_every_loser_has_a_reason_with_numb
 def test_what_a_cycle_is_made_of_sums_to_the_cycle(tmp_path: Path) -> None:
     for ranked in _search(tmp_path).ranked:
         plan = ranked.plan
-        cycle_s = plan.decode.num_requests * plan.layout.data_parallel_size / plan.tokens_per_s
+        cycle_s = plan.num_running / plan.tokens_per_s
         assert sum(time_parts(plan).values()) == pytest.approx(cycle_s)
+
+
+def test_no_layout_counts_more_requests_than_there_are(tmp_path: Path) -> None:
+    """Five requests over two replicas: the fuller one has three, the other two."""
+    plan = _by_layout(_search(tmp_path, concurrency=5))["TP8 x PP1 x DP2"]
+    assert plan.decode.num_requests == 3
+    assert plan.num_running == 5
+    assert plan.tokens_per_s < 5 / plan.tpot_s
 
 
 def test_the_shortest_tpot_and_the_lowest_cost_may_be_other_layouts(tmp_path: Path) -> None:

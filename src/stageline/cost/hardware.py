@@ -205,14 +205,14 @@ def check_hardware(table: HardwareTable, source: str) -> None:
 
 def _check_positive(where: str, values: Mapping[str, float]) -> None:
     for field, value in values.items():
-        if not value > 0:
-            raise ConfigError(f"{where}: {field} is {value:g}; it must be above 0")
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{where}: {field} is {value:g}; it must be a number above 0")
 
 
 def _check_not_negative(where: str, values: Mapping[str, float]) -> None:
     for field, value in values.items():
-        if not value >= 0:
-            raise ConfigError(f"{where}: {field} is {value:g}; it must be at least 0")
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{where}: {field} is {value:g}; it must be a number of at least 0")
 
 
 def _known(name: str, names: Iterable[str]) -> str:

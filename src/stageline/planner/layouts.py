@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from stageline.config.plan_config import PlanConfig
 from stageline.cost.capacity import Capacity, capacity
+from stageline.cost.hardware import Link
 from stageline.cost.model_costs import ModelCosts
 from stageline.cost.placement import DecodePace, Placement, PromptPace, best_decode_pace, best_prompt_pace
 from stageline.cost.roofline import StageDevices, item_parts
@@ -62,7 +63,8 @@ class LayoutPlan:
         replicas: [replicas][stages] where each stage is.
         placement: of the slowest replica.
         capacity: of one replica.
-        num_waiting: requests of the planned load that its memory does not hold.
+        num_running, num_waiting: requests of the planned load that its memory holds, all replicas together, and does
+            not.
         decode, prompt: of one replica.
         prompt_tokens, output_tokens: of the planned load.
     """
@@ -71,6 +73,7 @@ class LayoutPlan:
     replicas: tuple[tuple[Unit, ...], ...]
     placement: Placement
     capacity: Capacity
+    num_running: int
     num_waiting: int
     decode: DecodePace
     prompt: PromptPace
@@ -84,7 +87,7 @@ class LayoutPlan:
         While n requests make o tokens each, as many prompts come in; what the slowest stage is idle for, they get for
         nothing.
         """
-        return self.layout.data_parallel_size * self.decode.num_requests * self.output_tokens / self._period_s
+        return self.num_running * self.output_tokens / self._period_s
 
     @property
     def tpot_s(self) -> float:
@@ -98,7 +101,7 @@ class LayoutPlan:
             return None
         widest = WIDEST_PER_STAGE * self.layout.pipeline_parallel_size
         decode = best_decode_pace(self.placement, running, config.mean_context_tokens, widest)
-        return replace(self, decode=decode, num_waiting=0)
+        return replace(self, decode=decode, num_running=num_requests, num_waiting=0)
 
     @property
     def prompt_share_s(self) -> float:
@@ -152,7 +155,9 @@ def judge(
         return Impossible(layout, found)
     kinds = list(dict.fromkeys(unit.kind for unit in units))
     replicas = take_units(units, [kinds[kind] for kind in found.kinds], layout.data_parallel_size)
-    placements = [_placement(model, cluster, replica, found.layer_counts) for replica in replicas]
+    # Replicas with the same links are alike.
+    unlike = {tuple(id(link) for link in _links(cluster, replica)): replica for replica in replicas}
+    placements = [_placement(model, cluster, replica, found.layer_counts) for replica in unlike.values()]
     shape = MicrobatchShape(1, 0, 1, config.mean_context_tokens)
     slowest = max(placements, key=lambda placement: placement.ring(shape).ring_s)
     holds = capacity(slowest, config.context_tokens, config.memory_fraction, config.max_num_batched_tokens)
@@ -165,6 +170,7 @@ def judge(
         replicas=replicas,
         placement=slowest,
         capacity=holds,
+        num_running=min(config.concurrency, running * layout.data_parallel_size),
         num_waiting=max(0, config.concurrency - running * layout.data_parallel_size),
         decode=decode,
         prompt=best_prompt_pace(slowest, config.prompt_tokens, config.max_num_batched_tokens),
@@ -175,17 +181,21 @@ def judge(
     )
 
 
+def _links(cluster: Cluster, replica: Sequence[Unit]) -> tuple[Link, ...]:
+    """[stages - 1] what hops go over."""
+    return tuple(link_between(cluster, one, other) for one, other in pairwise(replica))
+
+
 def _placement(
     model: ModelCosts, cluster: Cluster, replica: Sequence[Unit], layer_counts: tuple[int, ...]
 ) -> Placement:
-    links = tuple(link_between(cluster, one, other) for one, other in pairwise(replica))
     way_back = link_between(cluster, replica[-1], replica[0]).latency_s if len(replica) > 1 else 0.0
     stages = tuple(unit.where for unit in replica)
     return Placement(
         model=model,
         layer_counts=layer_counts,
         stages=stages,
-        links=links,
+        links=_links(cluster, replica),
         return_s=way_back,
         sampling_s=stages[-1].device.sampling_s,
     )

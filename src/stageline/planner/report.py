@@ -31,6 +31,8 @@ def format_layouts(result: SearchResult, most: int, has_prices: bool) -> str:
                 _counts(plan.placement.layer_counts),
                 f"{max(stage.weight_bytes for stage in capacity.stages) / _GB:.1f}",
                 f"{plan.can_run:,}",
+                f"{capacity.num_tokens * plan.layout.data_parallel_size:,}",
+                f"{plan.decode.num_microbatches} x {plan.decode.rows}",
                 f"{plan.tpot_s * 1e3:.2f}",
                 f"{plan.tokens_per_s:,.0f}",
                 f"{plan.prompt.ttft_s * 1e3:,.0f}",
@@ -38,7 +40,8 @@ def format_layouts(result: SearchResult, most: int, has_prices: bool) -> str:
                 ranked.reason or "the best",
             ]
         )
-    names = ["", "layout", "devices", "layers per stage", "GB/device", "KV requests", "TPOT ms", "tokens/s", "TTFT ms"]
+    names = ["", "layout", "devices", "layers per stage", "GB/device", "KV requests", "KV tokens", "in flight"]
+    names += ["TPOT ms", "tokens/s", "TTFT ms"]
     table = _table([*names, *(["price/Mtok"] if has_prices else []), "why not"], rows)
     if (left := len(result.ranked) - most) > 0:
         table += f"\n{left} more lost; --top shows more"

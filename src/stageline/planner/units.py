@@ -6,6 +6,7 @@ all-reduces are on the network.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -102,15 +103,17 @@ def take_units(
     Args:
         order: [stages] the kind of each stage's unit; there are enough of each kind.
     """
-    left = list(units)
+    left: dict[tuple[str, str], dict[tuple[int, ...], deque[Unit]]] = {}
+    for unit in units:
+        left.setdefault(unit.kind, {}).setdefault(unit.nodes, deque()).append(unit)
     replicas = []
     for _ in range(num_replicas):
         stages: list[Unit] = []
         for kind in order:
-            of_kind = [unit for unit in left if unit.kind == kind]
-            near = [unit for unit in of_kind if stages and unit.nodes == stages[-1].nodes]
-            chosen = (near or of_kind)[0]
-            left.remove(chosen)
-            stages.append(chosen)
+            by_nodes = left[kind]
+            nodes = stages[-1].nodes if stages and stages[-1].nodes in by_nodes else next(iter(by_nodes))
+            stages.append(by_nodes[nodes].popleft())
+            if not by_nodes[nodes]:
+                del by_nodes[nodes]
         replicas.append(tuple(stages))
     return tuple(replicas)
