@@ -1,10 +1,17 @@
-"""Which requests can be served at all, however long they wait."""
+"""Which requests can be served at all, which may start now, and what those take that are not through their prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from stageline.cost.stage_time import StageTimeCosts
 from stageline.errors import RequestError
 from stageline.kv.kv_cache_manager import KVCacheManager
 from stageline.request import EngineRequest
+from stageline.scheduler.budget import PromptWork
+from stageline.scheduler.running_requests import RunningRequests
+from stageline.scheduler.scheduled_request import ScheduledRequest
+from stageline.scheduler.waiting_queue import WaitingQueue
 
 
 def check_can_be_served(asked: EngineRequest, max_model_len: int, kv: KVCacheManager) -> None:
@@ -25,3 +32,30 @@ def check_can_be_served(asked: EngineRequest, max_model_len: int, kv: KVCacheMan
             f"max_tokens, shorten the prompt, or give the engine more --kv-cache-memory",
             "max_tokens",
         )
+
+
+def has_blocks_for(request: ScheduledRequest, running: RunningRequests, kv: KVCacheManager) -> bool:
+    """All its known tokens fit beside what running prompts still need and one block of growth for each request.
+
+    Admitting less carefully would only preempt it again. A request that would run alone is always let in.
+    """
+    if not running:
+        return True
+    reserved = len(running) + sum(_num_missing_blocks(other, kv) for other in running.prefilling)
+    return _num_missing_blocks(request, kv) + reserved <= kv.num_free_blocks
+
+
+def _num_missing_blocks(request: ScheduledRequest, kv: KVCacheManager) -> int:
+    return kv.blocks_for(len(request.token_ids)) - len(request.table.block_ids)
+
+
+def prompt_work(costs: StageTimeCosts, waiting: WaitingQueue, prefilling: Iterable[ScheduledRequest]) -> PromptWork:
+    """Of prompts that wait or are partly computed. Args: costs: fix the unit."""
+    total_s = costs.token_s * waiting.num_tokens + costs.prefill_attention_s * waiting.num_squared_tokens
+    done_s, num_tokens = 0.0, waiting.num_tokens
+    for request in prefilling:
+        reused, num_done = request.num_reused_tokens, request.num_computed_tokens - request.num_reused_tokens
+        done_s += costs.prompt_s(reused, num_done)
+        total_s += costs.prompt_s(reused, num_done + request.gap)
+        num_tokens += num_done + request.gap
+    return PromptWork(total_s, done_s, num_tokens)

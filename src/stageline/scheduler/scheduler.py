@@ -20,11 +20,10 @@ from stageline.outputs import FinishReason
 from stageline.pipeline.microbatch import NO_TOKEN, Microbatch, MicrobatchResult, TokenMasks
 from stageline.request import EngineRequest, RequestFailure, RequestUpdate
 from stageline.sampling import TokenLogprobs
-from stageline.scheduler.admission import check_can_be_served
+from stageline.scheduler.admission import check_can_be_served, has_blocks_for, prompt_work
 from stageline.scheduler.budget import (
     MIN_CHUNK_TOKENS,
     PrefillRoom,
-    PromptWork,
     chunk_length,
     decode_slowdown,
 )
@@ -224,25 +223,14 @@ class Scheduler:
         return True
 
     def _prefill_room(self, builder: MicrobatchBuilder) -> PrefillRoom:
-        num_tokens, work = self.limits.max_num_batched_tokens - builder.num_tokens, self._prompt_work()
+        num_tokens = self.limits.max_num_batched_tokens - builder.num_tokens
+        work = prompt_work(self._pace.prompt_costs, self._waiting, self._running.prefilling)
         num_decoding = self._running.num_decoding
         if num_decoding == 0 or self.limits.max_decode_slowdown == math.inf:
             return self._pace.room_for_prompts(num_tokens, work, self.limits.max_chunk_tokens or MIN_CHUNK_TOKENS)
         num_prompts = min(len(self._running.prefilling) + len(self._waiting), self.limits.max_num_seqs - num_decoding)
         slowdown = decode_slowdown(self.limits.max_decode_slowdown, num_prompts, num_decoding)
         return self._pace.room_beside_decodes(num_tokens, work, builder.shape, num_decoding, slowdown)
-
-    def _prompt_work(self) -> PromptWork:
-        """Of prompts that wait or are partly computed."""
-        costs, waiting = self._pace.prompt_costs, self._waiting
-        total_s = costs.token_s * waiting.num_tokens + costs.prefill_attention_s * waiting.num_squared_tokens
-        done_s, num_tokens = 0.0, waiting.num_tokens
-        for request in self._running.prefilling:
-            reused, num_done = request.num_reused_tokens, request.num_computed_tokens - request.num_reused_tokens
-            done_s += costs.prompt_s(reused, num_done)
-            total_s += costs.prompt_s(reused, num_done + request.gap)
-            num_tokens += num_done + request.gap
-        return PromptWork(total_s, done_s, num_tokens)
 
     def _schedule_prompts(self, builder: MicrobatchBuilder, now_s: float) -> None:
         """Continue prompts that are partly computed and start waiting ones, while there is room.
@@ -283,7 +271,9 @@ class Scheduler:
         first = self._waiting.most_important()
         if first is None or len(self._running) >= self.limits.max_num_seqs:
             return None
-        return self._waiting.shortest() if self._is_turn_of_shortest and self._has_blocks_for(first) else first
+        if not self._is_turn_of_shortest or not has_blocks_for(first, self._running, self._kv):
+            return first
+        return self._waiting.shortest()
 
     def _is_worth_a_row(self, request: ScheduledRequest, num_tokens: int, builder: MicrobatchBuilder) -> bool:
         """Crumbs of another prompt are not, unless they are its last."""
@@ -301,7 +291,7 @@ class Scheduler:
         num_tokens = self._chunk(request, room)
         if (
             not self._is_worth_a_row(request, num_tokens, builder)
-            or not self._has_blocks_for(request)
+            or not has_blocks_for(request, self._running, self._kv)
             or self._kv.extend(request.table, request.num_computed_tokens + num_tokens) is None
         ):
             self._kv.close(request.table)
@@ -326,19 +316,6 @@ class Scheduler:
             if self._kv.enable_prefix_caching and not request.has_undescribed_tokens:
                 self._num_prefix_queries_tokens += request.num_prompt_tokens
                 self._num_prefix_hits_tokens += request.num_cached_tokens
-
-    def _has_blocks_for(self, request: ScheduledRequest) -> bool:
-        """All its known tokens fit beside what running prompts still need and one block of growth for each request.
-
-        Admitting less carefully would only preempt it again. A request that would run alone is always let in.
-        """
-        if not self._running:
-            return True
-        reserved = len(self._running) + sum(self._num_missing_blocks(other) for other in self._running.prefilling)
-        return self._num_missing_blocks(request) + reserved <= self._kv.num_free_blocks
-
-    def _num_missing_blocks(self, request: ScheduledRequest) -> int:
-        return self._kv.blocks_for(len(request.token_ids)) - len(request.table.block_ids)
 
     def _chunk(self, request: ScheduledRequest, room: PrefillRoom) -> int:
         most = min(room.num_tokens, self.limits.max_chunk_tokens or room.num_tokens)
