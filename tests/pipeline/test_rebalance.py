@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from stageline import LLM, AsyncLLM, SamplingParams
+from stageline import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from stageline.config.engine_config import EngineConfig
 from stageline.engine.core import EngineCore
 from stageline.errors import ConfigError
+from stageline.outputs import RequestOutput
 from tests.pipeline.failing import SETTINGS
 from tests.tiny_models import TinyModel, load_reference, reference_greedy
 
@@ -70,6 +71,36 @@ def test_tokens_do_not_depend_on_the_cut_being_moved(
         # Blocks that were shared in an earlier epoch are not shared in this one.
         [again] = llm.generate([PROMPTS[3]], greedy(20), use_tqdm=False)
         assert again.outputs[0].token_ids == expected[3][:20]
+
+
+def test_drawn_penalised_described_and_constrained_tokens_do_not_depend_on_it_either(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**SETTINGS, "pipeline_parallel_size": 2, "distributed_executor_backend": "in_process"}
+    digits = StructuredOutputs(regex="[0-9]{20,30}")
+    asked = [
+        SamplingParams(temperature=0.9, seed=7, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.0, logprobs=2, prompt_logprobs=1, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=1, structured_outputs=digits, max_tokens=40),
+    ]
+    answers = []
+    with LLM(model, **settings) as llm:
+        for cuts in ({}, {3: (1, 7), 12: (7, 1), 25: (2, 6)}):
+            CutsInBetween(llm._core, monkeypatch, cuts)
+            answers.append(llm.generate(PROMPTS[: len(asked)], asked, use_tqdm=False))
+        assert [len(part.layers) for part in llm.partition] == [2, 6]
+    unmoved, moved = answers
+    for before, after in zip(unmoved, moved, strict=True):
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids
+        assert after.outputs[0].text == before.outputs[0].text
+    assert log_probabilities(moved[2]) == pytest.approx(log_probabilities(unmoved[2]), abs=1e-4)
+
+
+def log_probabilities(output: RequestOutput) -> dict[tuple[int, int], float]:
+    """By position and token, of the prompt and of what followed."""
+    positions = [*(output.prompt_logprobs or []), *(output.outputs[0].logprobs or [])]
+    return {(at, token): one.logprob for at, found in enumerate(positions) for token, one in (found or {}).items()}
 
 
 def test_a_cut_that_leaves_too_little_kv_cache_is_refused_and_all_goes_on(model: Path, expected: Any) -> None:

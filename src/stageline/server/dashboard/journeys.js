@@ -6,7 +6,7 @@ const CAUSES = [
   ["in_transit", "on the way between stages", (split) => sumOf(split.hops_s)],
   ["underfilled", "with the engine: not scheduled yet, or on the way back", (split) => split.engine_s],
 ];
-const MOST_NAMED = 4;
+const MOST_NAMED = 2;
 
 const sumOf = (values) => values.reduce((sum, value) => sum + value, 0);
 
