@@ -8,7 +8,7 @@ from stageline.cost.model_costs import BYTES_PER_WEIGHT, WeightFormat, model_cos
 from stageline.errors import ConfigError
 from stageline.planner.known_models import find_model, model_names
 
-# Billions: all parameters, and those one token uses. Where the publisher counts the embedding's matrix as used, so do we.
+# Billions: all parameters, and those that one token is multiplied with; the embedding is looked up, so not among them.
 PUBLISHED = {
     "llama-3.1-8b": (8.03, 7.50),
     "llama-3.1-70b": (70.55, 69.50),
