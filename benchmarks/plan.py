@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     args = parser.parse_args()
     start_s = time.monotonic()
-    profile = calibrate_host(EngineConfig(model=args.model), open_checkpoint(args.model))
+    profile = calibrate_host(EngineConfig(model=args.model), open_checkpoint(args.model).spec)
     print(f"{format_profile(profile)}\ncalibrated in {time.monotonic() - start_s:.0f} s\n", flush=True)
     print("stages requests |  tokens/s: predicted measured  error |  TPOT ms: predicted measured  error | bubbles")
     errors = []

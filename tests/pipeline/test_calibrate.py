@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def profile(model: Path) -> HostProfile:
-    return calibrate_host(EngineConfig(model=str(model)), open_checkpoint(str(model)), point_s=0.0)
+    return calibrate_host(EngineConfig(model=str(model)), open_checkpoint(str(model)).spec, point_s=0.0)
 
 
 def test_every_number_was_measured_and_none_is_absurd(profile: HostProfile, model: Path) -> None:
@@ -42,8 +42,8 @@ def test_no_measuring_process_is_left(profile: HostProfile) -> None:
     assert [child for child in psutil.Process().children() if "host_measure" in " ".join(child.cmdline())] == []
 
 
-def test_a_model_that_cannot_be_read_is_refused_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
-    checkpoint = msgspec.structs.replace(open_checkpoint(str(model)), path=str(tmp_path))
-    with pytest.raises(ConfigError, match="cannot be measured here"):
-        calibrate_host(EngineConfig(model=str(model)), checkpoint, point_s=0.0)
+def test_a_model_that_cannot_be_run_is_refused_and_leaves_nothing(model: Path) -> None:
+    spec = msgspec.structs.replace(open_checkpoint(str(model)).spec, family="abacus")
+    with pytest.raises(ConfigError, match=r"cannot be measured here.*abacus"):
+        calibrate_host(EngineConfig(model=str(model)), spec, point_s=0.0)
     assert [child for child in psutil.Process().children() if "host_measure" in " ".join(child.cmdline())] == []

@@ -45,7 +45,8 @@ def add_parser(commands: SubParsers) -> None:
         "--pareto", metavar="FILE", help="draw TPOT and throughput of layouts, from one request on (needs matplotlib)"
     )
     parser.add_argument(
-        "--calibrate", action="store_true", help="measure this host with MODEL's layers, and keep what was found"
+        "--calibrate", action="store_true", help="measure this host in less than a minute with layers like MODEL's, "
+        "a small one's without it, and keep what was found for --simulate"
     )
     add_plan_flags(parser)
     add_simulation_flags(parser)

@@ -1,4 +1,4 @@
-"""`stageline plan MODEL --calibrate`: measure this host in less than a minute, and keep what was found."""
+"""`stageline plan [MODEL] --calibrate`: measure this host in less than a minute, and keep what was found."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import argparse
 import sys
 import time
 
-from stageline.checkpoint import open_checkpoint
 from stageline.cli.opening import written
 from stageline.config.engine_config import EngineConfig
 from stageline.cost.host_profile import HostProfile, save_host_profile
-from stageline.errors import ConfigError
 from stageline.planner.calibrate import calibrate_host
+from stageline.planner.known_models import find_model
 
+DEFAULT_MODEL = "smollm2-135m"
 _SHOWN_TOKENS = (1, 8, 32, 128, 512)
 
 
 def run_calibration(args: argparse.Namespace) -> int:
     """Returns: the exit status, 1 if the profile could not be kept. Raises: ConfigError."""
-    if args.model is None:
-        raise ConfigError("--calibrate needs a model whose weights lie on this disk: its layers are what is measured")
-    checkpoint = open_checkpoint(args.model)
+    model = find_model(args.model or DEFAULT_MODEL)
     start_s = time.monotonic()
-    profile = calibrate_host(EngineConfig(model=args.model), checkpoint, _say)
+    profile = calibrate_host(EngineConfig(model=model.name), model.spec, _say)
     print(f"{format_profile(profile)}\nmeasured in {time.monotonic() - start_s:.0f} s")
     path = profile.key.path
     if not written("--calibrate: the profile", str(path), lambda: save_host_profile(profile)):
         return 1
-    print(f"profile: {path}; stageline plan MODEL --simulate uses it from now on")
+    print(f"profile: {path}; `stageline plan MODEL --simulate` uses it from now on")
     return 0
 
 

@@ -100,7 +100,7 @@ def _on_this_host(model: KnownModel, config: PlanConfig) -> _Simulated:
     if profile is None:
         raise ConfigError(
             f"this host was not measured yet ({key.machine}, {key.dtype}); run `stageline plan {model.name} "
-            "--calibrate` with a model that lies on this disk, or give --cluster FILE"
+            "--calibrate`, or give --cluster FILE"
         )
     costs = model_costs(model.spec)
     num_stages = config.pipeline_parallel_size or 1

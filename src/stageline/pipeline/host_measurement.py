@@ -1,19 +1,21 @@
 """What a host's measuring processes are asked and what they answer: the words of `stageline plan --calibrate`.
 
-One idea: a process stands for a stage. It holds some of the model's layers, and is asked for the time of one microbatch
-after the other, while others like it do the same at the same time or while it is alone.
+One idea: a process stands for a stage. It holds layers of the model's shape, with weights that mean nothing, and is
+asked for the time of one microbatch after another, alone or while others like it do the same.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from stageline.checkpoint.model_spec import ModelSpec
+
 
 class MeasuringConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a measuring process needs to start.
 
     Args:
-        model: path of the checkpoint.
+        spec: the model's shape; its weights are made up.
         num_layers: how many of its first layers are timed together.
         cores: to bind to; empty binds to none.
         max_tokens, max_kv_tokens, max_model_len: the most of a microbatch, of all its requests' caches together, and
@@ -21,10 +23,9 @@ class MeasuringConfig(msgspec.Struct, frozen=True, kw_only=True):
         listen_address, answer_address: where messages are echoed from and to.
     """
 
-    model: str
+    spec: ModelSpec
     dtype: str
     device: str
-    quantization: str
     num_layers: int
     num_threads: int
     cores: list[int]

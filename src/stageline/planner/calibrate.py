@@ -6,6 +6,7 @@ once; messages over the sockets that stages use; the engine's loop with nothing 
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -17,9 +18,7 @@ from typing import Self, TypeVar
 import msgspec
 import psutil
 
-from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.model_spec import ModelSpec
-from stageline.checkpoint.stage_tensors import stage_weight_bytes
 from stageline.config.engine_config import EngineConfig
 from stageline.cost.host_profile import Contention, Curve, HostKey, HostProfile, MessageCosts, host_key, layer_shape
 from stageline.cost.model_costs import model_costs
@@ -70,22 +69,23 @@ def _cores() -> list[int]:
 
 
 def calibrate_host(
-    config: EngineConfig, checkpoint: Checkpoint, on_step: OnStep = lambda text: None, point_s: float = POINT_S
+    config: EngineConfig, spec: ModelSpec, on_step: OnStep = lambda text: None, point_s: float = POINT_S
 ) -> HostProfile:
-    """Measure this host with a model's layers.
+    """Measure this host with layers of a model's shape; their weights are made up, so none are needed.
 
     Args:
+        config: whose name of the model the profile remembers, and whose threads and cores the stages have.
         on_step: hears what is measured next.
         point_s: for how long each microbatch is run again and again.
     Raises: ConfigError if the model cannot be measured here; StagelineError if a measuring process is lost.
     """
-    itemsize = _ITEMSIZE[checkpoint.spec.dtype if config.dtype == "auto" else config.dtype]
-    cores = _cores()
+    itemsize = _ITEMSIZE[spec.dtype if config.dtype == "auto" else config.dtype]
+    costs, cores = model_costs(spec, kv_itemsize_bytes=itemsize), _cores()
+    layer_bytes, head_bytes = (item.num_parameters * itemsize for item in (costs.layers[0], costs.head))
     num_processes = max(1, min(len(cores) // config.threads_per_stage, _MOST_PROCESSES))
-    num_layers = _layers_to_time(config, checkpoint, itemsize, num_processes)
-    shape = layer_shape(model_costs(checkpoint.spec, kv_itemsize_bytes=itemsize))
+    num_layers = _layers_to_time(layer_bytes, head_bytes, spec.num_layers, num_processes)
     on_step(f"starting {num_processes} measuring processes with {num_layers} layers each")
-    with _Processes(config, checkpoint, num_layers, num_processes, cores) as processes:
+    with _Processes(config, spec, num_layers, num_processes, cores) as processes:
         on_step("layers and head, one stage alone")
         orders = _Orders(point_s)
         alone = {order: processes.time(order, 1)[0] for order in orders.all}
@@ -95,9 +95,9 @@ def calibrate_host(
         messages = processes.measure_messages()
     fitted = _Fit(orders, alone, num_layers)
     return HostProfile(
-        key=this_host(config, checkpoint.spec),
-        model=checkpoint.path,
-        shape=shape,
+        key=this_host(config, spec),
+        model=config.model,
+        shape=layer_shape(costs),
         layer_s=fitted.layer_s,
         head_s=fitted.head_s,
         stage_s=fitted.stage_s,
@@ -108,28 +108,22 @@ def calibrate_host(
         prepare_row_s=fitted.prepare_row_s,
         messages=messages,
         engine=measure_engine(),
-        memory_bytes_per_s=_layer_bytes(config, checkpoint, itemsize) / fitted.layer_s.times_s[0],
+        memory_bytes_per_s=layer_bytes / fitted.layer_s.times_s[0],
         memory_bytes=float(psutil.virtual_memory().total),
     )
 
 
-def _layer_bytes(config: EngineConfig, checkpoint: Checkpoint, itemsize: int) -> int:
-    return stage_weight_bytes(checkpoint, range(1), False, False, itemsize, config.quantization != "none")
-
-
-def _layers_to_time(config: EngineConfig, checkpoint: Checkpoint, itemsize: int, num_processes: int) -> int:
+def _layers_to_time(layer_bytes: float, head_bytes: float, num_layers: int, num_processes: int) -> int:
     """As many as are larger than the caches, if there are so many and memory allows."""
-    layer_bytes = _layer_bytes(config, checkpoint, itemsize)
-    head_bytes = stage_weight_bytes(checkpoint, range(0), True, True, itemsize, config.quantization != "none")
     most_bytes = _MOST_MEMORY_FRACTION * psutil.virtual_memory().available / num_processes - 2 * head_bytes
     num_most = int(most_bytes // layer_bytes) - 2
     if num_most < 1:
         raise ConfigError(
-            f"{checkpoint.path}: {num_processes} measuring processes need memory for three layers of {layer_bytes:,} "
-            f"bytes and a head of {head_bytes:,} each; use a machine with more memory, or a smaller --dtype"
+            f"{num_processes} measuring processes need memory for three layers of {layer_bytes:,.0f} bytes and two "
+            f"matrices of {head_bytes:,.0f} each; calibrate with a smaller model"
         )
-    wanted = -(-_LARGER_THAN_CACHES_BYTES // layer_bytes)
-    return max(1, min(wanted, num_most, checkpoint.spec.num_layers - 1))
+    wanted = math.ceil(_LARGER_THAN_CACHES_BYTES / layer_bytes)
+    return max(1, min(wanted, num_most, num_layers - 1))
 
 
 class _Orders:
@@ -187,7 +181,7 @@ class _Processes:
     """The measuring processes, ended when they are not needed any more, also after an error."""
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, num_layers: int, num_processes: int, cores: Sequence[int]
+        self, config: EngineConfig, spec: ModelSpec, num_layers: int, num_processes: int, cores: Sequence[int]
     ) -> None:
         self._folder = make_ipc_folder("answers")
         self._links = Links()
@@ -197,10 +191,9 @@ class _Processes:
         for index in range(num_processes):
             own_cores = cores[index * num_threads :][:num_threads] if config.bind_cores else []
             measuring = MeasuringConfig(
-                model=checkpoint.path,
+                spec=spec,
                 dtype=config.dtype,
                 device=config.device,
-                quantization=config.quantization,
                 num_layers=num_layers,
                 num_threads=num_threads,
                 cores=list(own_cores),

@@ -16,8 +16,6 @@ import torch
 
 from stageline.attention.backend import AttentionMetadata, LayerCache
 from stageline.attention.select import select_backend
-from stageline.checkpoint.checkpoint import Checkpoint
-from stageline.checkpoint.open import open_checkpoint
 from stageline.links.child_process import read_message, write_message
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links
@@ -34,7 +32,6 @@ from stageline.pipeline.host_measurement import (
 )
 from stageline.pipeline.microbatch import AddedRequest, Microbatch, MicrobatchLimits, MicrobatchResult
 from stageline.sampling import SamplerSpec
-from stageline.weights.reader import CheckpointReader
 from stageline.worker.device import resolve_device, resolve_dtype, set_threads, synchronise
 from stageline.worker.input_buffers import InputBuffers
 from stageline.worker.kv_tensors import allocate_kv_tensors
@@ -42,25 +39,25 @@ from stageline.worker.leading_tokens import largest
 
 _LARGER_THAN_CACHES_BYTES = 2**26
 _LEAST_ROUNDS = 3
+_LARGEST_WEIGHT = 0.05
 _BLOCK_SIZE = 16
 
 
 class HostMeasurer:
     """Three stages of one model: its first layers, its first alone, its last with the head."""
 
-    def __init__(self, config: MeasuringConfig, checkpoint: Checkpoint) -> None:
+    def __init__(self, config: MeasuringConfig) -> None:
         self._device = resolve_device(config.device)
-        self._dtype, _ = resolve_dtype(config.dtype, checkpoint.spec.dtype, self._device)
-        self._spec = spec = checkpoint.spec
+        self._spec = spec = config.spec
+        self._dtype, _ = resolve_dtype(config.dtype, spec.dtype, self._device)
         self.num_layers = min(config.num_layers, spec.num_layers)
         num_blocks = -(-config.max_kv_tokens // _BLOCK_SIZE)
         self._limits = MicrobatchLimits(
             num_blocks, _BLOCK_SIZE, spec.vocab_size, config.max_tokens, config.max_tokens, config.max_model_len
         )
         parts = (range(self.num_layers), range(1), range(spec.num_layers - 1, spec.num_layers))
-        keeps_quantized = config.quantization != "none"
-        with CheckpointReader(checkpoint, self._dtype, self._device, None, keeps_quantized) as reader:
-            backend = select_backend(self._device)
+        reader, backend = _MadeUpWeights(self._dtype, self._device), select_backend(self._device)
+        with torch.inference_mode():
             self._layers, self._one, self._last = (
                 DecoderStage(spec, layers, reader, backend, config.max_model_len) for layers in parts
             )
@@ -127,6 +124,26 @@ class HostMeasurer:
         return time.perf_counter() - start_s
 
 
+class _MadeUpWeights:
+    """See `stageline.models.family.WeightReader`. How long a product takes does not depend on its numbers."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self.read_float32(name, shape).to(self.dtype)
+
+    def read_float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device).uniform_(-_LARGEST_WEIGHT, _LARGEST_WEIGHT)
+
+    def read_part(self, name: str, shape: tuple[int, ...], index: int) -> torch.Tensor:
+        return self.read(name, shape[1:])
+
+    def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        return self.read(name, shape)
+
+
 def _typical(times_s: list[float]) -> float:
     """The lower quartile: what disturbed a round was somebody else."""
     return sorted(times_s)[len(times_s) // 4]
@@ -180,7 +197,7 @@ def main() -> None:
     set_threads(config.num_threads)
     links = Links()
     try:
-        measurer = HostMeasurer(config, open_checkpoint(config.model))
+        measurer = HostMeasurer(config)
         write_message(answer_fd, msgspec.msgpack.encode(Ready(measurer.num_layers)))
         while (body := read_message(sys.stdin.fileno())) is not None:
             order = msgspec.msgpack.decode(body, type=Order)
