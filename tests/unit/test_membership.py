@@ -112,6 +112,19 @@ def test_a_rank_that_is_taken_is_refused_but_that_of_a_dead_node_is_free() -> No
     assert nodes.ranks() == {"next": 1}
 
 
+def test_who_wants_any_rank_gets_that_of_a_dead_node_and_is_refused_only_if_all_live() -> None:
+    nodes = Nodes()
+    nodes.hello("one", rank=1)
+    nodes.hello("two")
+    nodes.hello("three")
+    assert "--nnodes 3" in nodes.refusal("three").reason
+    nodes.dead.add("two")
+    nodes.hello("next")
+    assert nodes.ranks() == {"one": 1, "two": 2}
+    nodes.pass_time(SILENCE_S)
+    assert nodes.ranks() == {"one": 1, "next": 2}
+
+
 def test_a_node_that_comes_back_keeps_its_place_under_its_new_connection() -> None:
     nodes = Nodes()
     nodes.hello("one", rank=1)

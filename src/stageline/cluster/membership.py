@@ -188,9 +188,11 @@ class Membership:
     def _drop(self, member: Member, now_s: float) -> Answers:
         """Its rank is free: who claimed it meanwhile is heard."""
         del self._members[member.rank]
-        return [answer for claim in self._take_claims(member.rank) for answer in self._hello(*claim, now_s)]
+        claims = [*self._take_claims(member.rank), *self._take_claims(None)]
+        return [answer for claim in claims for answer in self._hello(*claim, now_s)]
 
-    def _take_claims(self, rank: int) -> list[tuple[bytes, Hello]]:
+    def _take_claims(self, rank: int | None) -> list[tuple[bytes, Hello]]:
+        """Those to this rank; None for those to any."""
         taken = [claim for claim in self._claims if claim[1].rank == rank]
         self._claims = [claim for claim in self._claims if claim[1].rank != rank]
         return taken
@@ -200,6 +202,10 @@ class Membership:
             check_software(hello.software, self._wanted.software)
             check_settings(hello.settings, self._wanted.settings)
             rank = self._rank_for(hello)
+            if rank is None:
+                # All are taken, but perhaps by somebody who is gone.
+                self._claims.append((identity, hello))
+                return [self._ask(member, now_s) for member in self._members.values()]
             holder = self._members.get(rank)
             moved: Answers = []
             if holder is not None and holder.hello.node_id != hello.node_id:
@@ -229,15 +235,14 @@ class Membership:
         num_nodes = self._wanted.num_nodes or _MOST_NODES
         return [rank for rank in range(1, num_nodes) if rank not in self._members and rank != but]
 
-    def _rank_for(self, hello: Hello) -> int:
+    def _rank_for(self, hello: Hello) -> int | None:
+        """None if it may have any, and all are taken. Raises: HandshakeError if it asks for one that there is not."""
         num_nodes = self._wanted.num_nodes or _MOST_NODES
         for rank, member in self._members.items():
             if member.hello.node_id == hello.node_id:
                 return rank
         if hello.rank is None:
-            if not (free := self._free_ranks()):
-                raise HandshakeError("rank", f"all of --nnodes {num_nodes} are there; start the head with a larger one")
-            return free[0]
+            return next(iter(self._free_ranks()), None)
         if not 0 < hello.rank < num_nodes:
             raise HandshakeError(
                 "rank", f"--node-rank is {hello.rank} on the node, and the head has --nnodes {num_nodes}: ranks of "
@@ -286,14 +291,16 @@ class Membership:
         if member.clock is None or reading.round_trip_s < member.clock.round_trip_s:
             member.clock = reading
         member.asked_s = None
-        return [
-            self._refusal(
-                claimant,
-                f"{hello.host_name} ({hello.address})",
-                HandshakeError("rank", f"--node-rank {member.rank} is taken by {member}; give every node its own"),
-            )
-            for claimant, hello in self._take_claims(member.rank)
-        ]
+        taken = f"--node-rank {member.rank} is taken by {member}; give every node its own"
+        answers = [self._refuse_claim(claim, taken) for claim in self._take_claims(member.rank)]
+        if all(one.asked_s is None for one in self._members.values()):
+            full = f"all of --nnodes {self._wanted.num_nodes} are there; start the head with a larger one"
+            answers += [self._refuse_claim(claim, full) for claim in self._take_claims(None)]
+        return answers
+
+    def _refuse_claim(self, claim: tuple[bytes, Hello], reason: str) -> tuple[bytes, ToNode]:
+        identity, hello = claim
+        return self._refusal(identity, f"{hello.host_name} ({hello.address})", HandshakeError("rank", reason))
 
     def _ask(self, member: Member, now_s: float) -> tuple[bytes, ToNode]:
         if member.asked_s is None:

@@ -33,7 +33,7 @@ class Reach:
         self._num_refusals = 0
         self._num_mute = 0
         self._said = ""
-        self._is_open = False
+        self._why: str = NOBODY
         self.is_heard = False
         """The head has answered: whatever takes long now is not the way to it."""
 
@@ -44,19 +44,22 @@ class Reach:
         """
         step, reason = "head", "it has not let this node in; its log says what it waits for"
         if not self.is_heard:
-            step, reason = self._find_out()
+            step, reason = self._find_out(is_first_look=not self._said, is_last_look=is_last_look)
         if self._num_refusals >= _REFUSALS_UNTIL_SURE or is_last_look:
             raise HandshakeError(step, reason)
         if reason != self._said and not 0 < self._num_mute < _MUTE_LOOKS:
             self._said = reason
             logger.info("not joined yet, step `%s`: %s; trying on", step, reason)
 
-    def _find_out(self) -> tuple[str, str]:
+    def _find_out(self, is_first_look: bool, is_last_look: bool) -> tuple[str, str]:
         trouble = self._links.trouble(self._head.url)
-        if trouble == NOBODY and not self._is_open and (why := self._unreachable()) is not None:
+        if trouble == NOBODY:
             self._num_refusals = 0
-            return "connection", f"{self._head} cannot be reached: {why}"
-        if trouble in (None, NOBODY, BROKEN):
+            # Not at every look: whoever begins to listen there would log a visitor without a key.
+            if is_first_look or is_last_look:
+                self._why = self._unreachable() or trouble
+            return "connection", f"{self._head} cannot be reached: {self._why}"
+        if trouble in (None, BROKEN):
             self._num_mute += 1
             return "connection", f"what listens at {self._head} does not answer: a busy head, or another program"
         self._num_refusals += 1
@@ -65,8 +68,6 @@ class Reach:
     def _unreachable(self) -> str | None:
         try:
             socket.create_connection((self._head.host, self._head.port), timeout=_CONNECT_S).close()
-            # Once is enough: whoever listens there logs it as a visitor without a key.
-            self._is_open = True
         except TimeoutError:
             return "nothing answers there; is the address right, and does a firewall let this port through?"
         except ConnectionRefusedError:
