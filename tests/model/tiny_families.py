@@ -6,7 +6,7 @@ than the sequences, scales and caps that matter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ class TinyFamily:
     model_type: str
     shown_as: str
     config: dict[str, Any] = field(default_factory=dict)
+
+    def changed(self, config: dict[str, Any]) -> TinyFamily:
+        return replace(self, config={**self.config, **config})
 
     def write(self, directory: Path) -> Path:
         """Write the checkpoint into `directory` and return it."""
