@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from stageline.checkpoint.model_spec import MoeSpec
-from stageline.kernels.experts import Expert
+from stageline.kernels.experts import Expert, QuantizedExpert
+from stageline.kernels.huge_pages import HugePages
+from stageline.kernels.quantized import Kind, QuantizedMatrix
 from stageline.layers.moe import MoeMLP, Router, TorchExperts, choose_experts
 from tests.model.kernel_variants import variant
 
@@ -142,6 +144,42 @@ def test_threads_that_share_the_work_change_nothing() -> None:
         assert torch.equal(mlp(x), alone)
     finally:
         torch.set_num_threads(before)
+
+
+def quantized_layer(size: int) -> tuple[MoeSpec, Router, list[QuantizedExpert]]:
+    """Experts in three kinds of blocks, hidden and size being multiples of 32."""
+    hidden, generator, memory = 96, torch.Generator().manual_seed(7), HugePages()
+
+    def matrix(kind: Kind, rows: int, columns: int) -> QuantizedMatrix:
+        packed = QuantizedMatrix.empty(kind, rows, columns, memory)
+        numbers = torch.randint(0, 16 if kind.is_four_bits else 256, (rows, columns), generator=generator)
+        scales = torch.rand(rows, columns // 32, kind.num_scales, generator=generator)
+        scales *= 0.03 if kind.is_four_bits else 2e-3
+        if kind == Kind.FOUR_BITS_MINIMUM:
+            scales[..., 1] *= -8
+        packed.pack_rows(0, numbers.to(torch.uint8), scales.half())
+        return packed
+
+    spec = MoeSpec(num_experts=6, num_experts_per_token=2, intermediate_size=size)
+    kinds = Kind.FOUR_BITS_MINIMUM, Kind.FOUR_BITS, Kind.EIGHT_BITS
+    experts = [
+        QuantizedExpert(matrix(kinds[0], size, hidden), matrix(kinds[1], size, hidden), matrix(kinds[2], hidden, size))
+        for _ in range(spec.num_experts)
+    ]
+    return spec, Router(torch.randn(6, hidden, generator=generator).bfloat16()), experts
+
+
+@pytest.mark.parametrize("size", [64, 160])
+def test_experts_that_stay_quantised_compute_what_their_numbers_do(size: int, variant: str) -> None:
+    spec, router, experts = quantized_layer(size)
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(8)).bfloat16()
+    mlp = MoeMLP(spec, router, iter(experts))
+    dense = TorchExperts(spec, [expert.dequantized(torch.float32) for expert in experts], None)
+    expected = dense(x.float(), router(x), None, None)
+    found = mlp(x)
+    assert (found.float() - expected).norm() / expected.norm() < 0.03
+    if variant != "torch":
+        assert torch.equal(mlp(x[7:8].contiguous())[0], found[7])
 
 
 def test_of_equal_experts_the_first_are_chosen_and_weights_sum_to_one(variant: str) -> None:

@@ -183,8 +183,13 @@ KEPT = {
 def quantised(directory: Path, form: Format) -> dict[str, torch.Tensor]:
     """Write a tiny model whose layers' matrices are quantised. Returns: what each of them stands for."""
     TinyModel(num_layers=2).write(directory)
+    return quantise(directory, form, "_proj.weight")
+
+
+def quantise(directory: Path, form: Format, *suffixes: str) -> dict[str, torch.Tensor]:
+    """The matrices with such names in a directory that is there."""
     tensors, expected = load_file(directory / "model.safetensors"), {}
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+    for name in [name for name in tensors if name.endswith(suffixes)]:
         stored, expected[name] = form.make(*tensors.pop(name).shape)
         base = name.removesuffix(".weight")
         tensors.update({f"{base}.{part}": tensor.contiguous() for part, tensor in stored.items()})
@@ -245,6 +250,19 @@ def test_a_model_that_stays_quantised_answers_like_its_numbers(name: str, tmp_pa
         chain.requests.add(0, tokens)
         logits.append(chain.run({0: 20})[0])
     assert (logits[1] - logits[0]).norm() / logits[0].norm() < 0.1
+
+
+def test_experts_that_stay_quantised_answer_like_their_numbers(tmp_path: Path) -> None:
+    family = EXPERT_FAMILIES["qwen3 moe"]
+    sizes = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32}
+    type(family)(family.model_type, "", {**family.config, **sizes}).write(tmp_path)
+    quantise(tmp_path, KEPT["awq"], "_proj.weight")
+    logits = []
+    for keeps_quantized in (False, True):
+        chain = Chain(tmp_path, cut(2, 2), keeps_quantized=keeps_quantized)
+        chain.requests.add(0, sequence(0, 20))
+        logits.append(chain.run({0: 20})[0])
+    assert 0 < (logits[1] - logits[0]).norm() / logits[0].norm() < 0.1
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq with shuffled groups", "fp8 in blocks", "gptq in 8 bits"])

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from stageline import LLM, SamplingParams
 from stageline.checkpoint import open_checkpoint, stage_weight_bytes
 from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES
-from stageline.checkpoint.model_spec import MoeSpec
+from stageline.checkpoint.model_spec import MlaSpec
 from stageline.config.engine_config import EngineConfig
 from stageline.engine.startup import check_quantization
 from stageline.errors import ConfigError
@@ -198,9 +198,10 @@ def test_checkpoints_without_quantised_weights_are_refused(tmp_path: Path) -> No
         check_quantization(config, open_checkpoint(str(directory)))
     checkpoint = open_checkpoint(str(write_mixed_model(tmp_path / "model.gguf", is_tied=True)))
     check_quantization(config, checkpoint)
-    experts = replace(checkpoint.spec, moe=MoeSpec(num_experts=2, num_experts_per_token=1, intermediate_size=8))
-    with pytest.raises(ConfigError, match=r"dense models only.*--quantization none"):
-        check_quantization(config, type(checkpoint)(checkpoint.path, experts, checkpoint.tensors))
+    sizes = MlaSpec(q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+    with pytest.raises(ConfigError, match=r"latent attention.*--quantization none"):
+        latent = replace(checkpoint.spec, mla=sizes)
+        check_quantization(config, type(checkpoint)(checkpoint.path, latent, checkpoint.tensors))
     unsupported = {n: e for n, e in checkpoint.tensors.items() if e.encoding in ("Q5_1", "F32")}
     with pytest.raises(ConfigError, match=r"the matrices of .* are of type Q5_1, none of which it can keep"):
         check_quantization(config, type(checkpoint)(checkpoint.path, checkpoint.spec, unsupported))

@@ -17,6 +17,7 @@ from stageline.checkpoint.model_spec import MoeSpec
 from stageline.kernels.gemm import PANEL
 from stageline.kernels.huge_pages import HugePages
 from stageline.kernels.program import Argument, Kernel, result
+from stageline.kernels.quantized import QuantizedMatrix, matrix_structs
 
 MAX_EXPERTS = 1024
 
@@ -44,9 +45,26 @@ class Expert:
     down_bias: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class QuantizedExpert:
+    """One expert's weights that stay quantised. gate, up: [size, hidden]; down: [hidden, size]."""
+
+    gate: QuantizedMatrix
+    up: QuantizedMatrix
+    down: QuantizedMatrix
+
+    def dequantized(self, dtype: torch.dtype) -> Expert:
+        """The same as floating-point matrices."""
+        gate, up, down = (
+            matrix.rows(torch.arange(matrix.num_rows)).to(dtype) for matrix in (self.gate, self.up, self.down)
+        )
+        return Expert(torch.cat((gate, up)), down)
+
+
 class _PlanStruct(ctypes.Structure):
     _fields_ = [
-        *((name, c_void_p) for name in ("gate_up", "down", "gate_up_bias", "down_bias", "selection_bias")),
+        *((name, c_void_p) for name in ("gate_up", "down", "quantized")),
+        *((name, c_void_p) for name in ("gate_up_bias", "down_bias", "selection_bias")),
         *((name, c_int64) for name in ("num_experts", "num_chosen", "hidden", "size")),
         *((name, c_int64) for name in ("num_groups", "num_chosen_groups", "group_score_experts")),
         *((name, c_int64) for name in ("is_sigmoid", "normalizes", "is_clamped")),
@@ -88,13 +106,19 @@ class PackedExperts:
         self._memory = HugePages()
         self._packed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._biases: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+        self._quantized: list[QuantizedMatrix] = []
         self._selection_bias = None if selection_bias is None else selection_bias.float().contiguous()
         self._plan: _PlanStruct | None = None
         self._tables: list[torch.Tensor] = []
 
-    def add(self, expert: Expert) -> None:
-        """Pack the next expert; its own tensors are not kept."""
+    def add(self, expert: Expert | QuantizedExpert) -> None:
+        """Pack the next expert; its own tensors are not kept, unless they are quantised. All are of one kind."""
         size, hidden = self._spec.intermediate_size, self._hidden_size
+        if isinstance(expert, QuantizedExpert):
+            assert not self._packed and self._spec.activation == "silu" and not self._spec.has_bias
+            assert expert.gate.shape == expert.up.shape == (size, hidden) and expert.down.shape == (hidden, size)
+            self._quantized += [expert.gate, expert.up, expert.down]
+            return
         assert expert.gate_up.shape == (2 * size, hidden) and expert.down.shape == (hidden, size)
         packed = self._pack(expert.gate_up, is_gated=True), self._pack(expert.down, is_gated=False)
         self._packed.append(packed)
@@ -103,12 +127,14 @@ class PackedExperts:
     def finish(self) -> None:
         """All experts were added."""
         spec = self._spec
-        assert len(self._packed) == spec.num_experts
+        assert len(self._packed) + len(self._quantized) // 3 == spec.num_experts
         addresses = [self._table([matrices[which].data_ptr() for matrices in self._packed]) for which in (0, 1)]
+        self._structs = matrix_structs(self._quantized)
+        quantized = ctypes.addressof(self._structs) if self._quantized else None
         biases = [self._bias_table([pair[which] for pair in self._biases]) for which in (0, 1)]
         self._biases.clear()
         self._plan = _PlanStruct(
-            *addresses, *biases, None if self._selection_bias is None else self._selection_bias.data_ptr(),
+            *addresses, quantized, *biases, None if self._selection_bias is None else self._selection_bias.data_ptr(),
             spec.num_experts, spec.num_experts_per_token, self._hidden_size, spec.intermediate_size,
             spec.num_groups, spec.num_groups_per_token, spec.group_score_experts,
             spec.scoring == "sigmoid", spec.normalizes_weights, spec.activation == "clamped_swiglu",

@@ -85,6 +85,11 @@ class QuantizedMatrix:
         return QuantizedMatrix(kind, num_rows, num_columns, numbers, scales)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.num_rows, self.num_columns
+
+    @property
     def num_bytes(self) -> int:
         """Memory it takes."""
         return self.numbers.numel() + 2 * self.scales.numel()
@@ -130,6 +135,13 @@ class _MatrixStruct(ctypes.Structure):
     _fields_ = [("numbers", c_void_p), ("scales", c_void_p), ("num_rows", c_int64), ("kind", c_int64)]
 
 
+def matrix_structs(matrices: Sequence[QuantizedMatrix]) -> ctypes.Array[_MatrixStruct]:
+    """The matrices as C++ reads them; they must outlive what is returned."""
+    return (_MatrixStruct * len(matrices))(
+        *[_MatrixStruct(m.numbers.data_ptr(), m.scales.data_ptr(), m.num_rows, m.kind) for m in matrices]
+    )
+
+
 class _PlanStruct(ctypes.Structure):
     _fields_ = [("matrices", c_void_p), ("bias", c_void_p), ("num_matrices", c_int64), ("num_columns", c_int64)]
 
@@ -168,9 +180,7 @@ class QuantizedProduct:
         assert bias is None or bias.shape == (self.num_rows,)
         self._kernels = kernels
         self._bias = None if bias is None else bias.float().contiguous()
-        self._structs = (_MatrixStruct * len(matrices))(
-            *[_MatrixStruct(m.numbers.data_ptr(), m.scales.data_ptr(), m.num_rows, m.kind) for m in matrices]
-        )
+        self._structs = matrix_structs(matrices)
         bias_pointer = None if self._bias is None else self._bias.data_ptr()
         self._plan = _PlanStruct(ctypes.addressof(self._structs), bias_pointer, len(matrices), self.num_columns)
         self._plan_pointer = ctypes.addressof(self._plan)

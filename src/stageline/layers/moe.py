@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from stageline import kernels
 from stageline.checkpoint.model_spec import MoeSpec
-from stageline.kernels.experts import Expert, PackedExperts
+from stageline.kernels.experts import Expert, PackedExperts, QuantizedExpert
 from stageline.kernels.gemm import Gemm
 
 
@@ -35,6 +35,7 @@ class Router:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.device, self.dtype = weight.device, weight.dtype
         library = kernels.library(weight.device, weight.dtype)
         self._gemm: Gemm | None = None
         if library is not None and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0:
@@ -66,13 +67,13 @@ class MoeMLP:
         self,
         spec: MoeSpec,
         router: Router,
-        experts: Iterator[Expert],
+        experts: Iterator[Expert | QuantizedExpert],
         selection_bias: torch.Tensor | None = None,
         shared: SharedMLP | None = None,
         shared_gate: Router | None = None,
     ) -> None:
         self._router = router
-        self._experts = _all_experts(spec, experts, selection_bias)
+        self._experts = _all_experts(spec, experts, selection_bias, router.device, router.dtype)
         self._shared = shared
         self._shared_gate = shared_gate
 
@@ -90,13 +91,19 @@ class _Experts(Protocol):
     ) -> torch.Tensor: ...
 
 
-def _all_experts(spec: MoeSpec, experts: Iterator[Expert], selection_bias: torch.Tensor | None) -> _Experts:
+def _all_experts(
+    spec: MoeSpec,
+    experts: Iterator[Expert | QuantizedExpert],
+    selection_bias: torch.Tensor | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> _Experts:
     first = next(experts)
-    library = kernels.library(first.down.device, first.down.dtype)
-    hidden, size = first.down.shape
-    if library is None or hidden % 2 or size % 2:
-        return TorchExperts(spec, [first, *experts], selection_bias)
-    packed = PackedExperts(library.experts, spec, hidden, selection_bias, first.down.dtype)
+    library, hidden = kernels.library(device, dtype), first.down.shape[0]
+    if library is None or hidden % 2 or spec.intermediate_size % 2:
+        dense = [e.dequantized(dtype) if isinstance(e, QuantizedExpert) else e for e in (first, *experts)]
+        return TorchExperts(spec, dense, selection_bias)
+    packed = PackedExperts(library.experts, spec, hidden, selection_bias, dtype)
     packed.add(first)
     for expert in experts:
         packed.add(expert)

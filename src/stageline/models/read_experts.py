@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from stageline.checkpoint.model_spec import ModelSpec, MoeSpec
-from stageline.kernels.experts import Expert
+from stageline.errors import CheckpointError
+from stageline.kernels.experts import Expert, QuantizedExpert
+from stageline.kernels.quantized import QuantizedMatrix as Quantized
 from stageline.layers.moe import MoeMLP, Router
 from stageline.models.family import WeightReader
 from stageline.models.llama import LlamaMLP
@@ -59,12 +61,25 @@ def read_shared_mlp(reader: WeightReader, spec: ModelSpec, prefix: str, size: in
 
 def _read_each(
     reader: WeightReader, moe: MoeSpec, hidden: int, prefix: str, names: ExpertNames
-) -> Iterator[Expert]:
-    size = moe.intermediate_size
+) -> Iterator[Expert | QuantizedExpert]:
+    """All as they are quantised, or none. Raises: CheckpointError if some can stay quantised and some cannot."""
+    size, are_quantized = moe.intermediate_size, None
     for index in range(moe.num_experts):
-        gate = reader.read(f"{prefix}.{index}.{names.gate}.weight", (size, hidden))
-        up = reader.read(f"{prefix}.{index}.{names.up}.weight", (size, hidden))
-        yield Expert(torch.cat((gate, up)), reader.read(f"{prefix}.{index}.{names.down}.weight", (hidden, size)))
+        gate, up, down = (
+            reader.read_matrix(f"{prefix}.{index}.{name}.weight", shape)
+            for name, shape in ((names.gate, (size, hidden)), (names.up, (size, hidden)), (names.down, (hidden, size)))
+        )
+        expert: Expert | QuantizedExpert | None = None
+        if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor):
+            expert = Expert(torch.cat((gate, up)), down)
+        elif isinstance(gate, Quantized) and isinstance(up, Quantized) and isinstance(down, Quantized):
+            expert = QuantizedExpert(gate, up, down)
+        if expert is None or are_quantized not in (None, isinstance(expert, QuantizedExpert)):
+            raise CheckpointError(
+                f"{prefix}: expert {index} is quantised otherwise than those before it; give --quantization none"
+            )
+        are_quantized = isinstance(expert, QuantizedExpert)
+        yield expert
 
 
 def read_packed_moe(reader: WeightReader, spec: ModelSpec, prefix: str) -> MoeMLP:

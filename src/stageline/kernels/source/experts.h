@@ -7,16 +7,18 @@
 #include <atomic>
 
 #include "gemm.h"
+#include "quantized.h"
 
 namespace STAGELINE_VARIANT {
 
 constexpr int64_t MAX_EXPERTS = 1024;
-constexpr int64_t PANELS_AT_ONCE = 4;  // of one expert, as a piece of work for a thread
+constexpr int64_t COLUMNS_AT_ONCE = 128;  // of one expert, as a piece of work for a thread
 
 // The same for all calls of a layer; experts.py has the same fields.
 struct ExpertsPlan {
-    const uint32_t* const* gate_up;  // [experts] packed, the gate first
+    const uint32_t* const* gate_up;  // [experts] packed, the gate first; null if they stay quantised
     const uint32_t* const* down;     // [experts] packed
+    const QuantizedMatrix* quantized;  // [experts][3] gate, up and down, or null
     const float* gate_up_bias;       // [experts][2 size], the gate's first, or null
     const float* down_bias;          // [experts][hidden] or null
     const float* selection_bias;     // [experts]; takes part in choosing only; or null
@@ -37,6 +39,8 @@ struct ExpertsScratch {
     T* rows;           // [tokens * num_chosen][hidden]
     T* gated;          // [tokens * num_chosen][size]
     float* results;    // [tokens * num_chosen][hidden]
+    int8_t* quants;    // [tokens * num_chosen][hidden or size, whichever is more], and what is known of their blocks
+    BlockOfX* blocks;
     char* end;
 
     ExpertsScratch(const ExpertsPlan& plan, int64_t tokens, char* cursor) {
@@ -49,6 +53,9 @@ struct ExpertsScratch {
         places = take<int64_t>(cursor, n);
         starts = take<int64_t>(cursor, plan.num_experts + 1);
         active = take<int64_t>(cursor, plan.num_experts);
+        const int64_t widest = plan.hidden > plan.size ? plan.hidden : plan.size;
+        quants = take<int8_t>(cursor, plan.quantized ? n * widest : 0);
+        blocks = take<BlockOfX>(cursor, plan.quantized ? n * (widest / BLOCK) : 0);
         end = cursor;
     }
 
@@ -179,8 +186,8 @@ struct ExpertDown {
     }
 };
 
-// x, shared, out: [tokens][hidden]. shared: added to the experts' sum, or null; shared_gate: [tokens], its sigmoid weights
-// what is shared; or null.
+// x, shared, out: [tokens][hidden]. shared: added to the experts' sum, or null; shared_gate: [tokens], its sigmoid
+// weights what is shared; or null.
 template <class T>
 class Experts {
    public:
@@ -190,17 +197,10 @@ class Experts {
     void run(const float* logits, const T* shared, const float* shared_gate, T* out) {
         choose(logits);
         order();
-        const int64_t hidden_steps = plan.hidden / PER_WORD, size_steps = plan.size / PER_WORD;
-        for_each_piece((plan.size + GATED - 1) / GATED, hidden_steps, [&](int64_t e, int64_t begin, int64_t end) {
-            LinearArguments args = arguments(e, scratch.rows, plan.gate_up[e], plan.hidden, plan.size, hidden_steps);
-            const float* bias = plan.gate_up_bias ? plan.gate_up_bias + e * 2 * plan.size : nullptr;
-            linear<T>(args, ExpertGate<T>{plan, bias, scratch.gated + scratch.starts[e] * plan.size}, begin, end);
-        });
-        for_each_piece((plan.hidden + PANEL - 1) / PANEL, size_steps, [&](int64_t e, int64_t begin, int64_t end) {
-            LinearArguments args = arguments(e, scratch.gated, plan.down[e], plan.size, plan.hidden, size_steps);
-            const float* bias = plan.down_bias ? plan.down_bias + e * plan.hidden : nullptr;
-            linear<T>(args, ExpertDown{plan, bias, scratch.results + scratch.starts[e] * plan.hidden}, begin, end);
-        });
+        if (plan.quantized)
+            multiply_quantized();
+        else
+            multiply();
         for (int64_t t = 0; t < tokens; t++) combine(t, shared, shared_gate, out);
     }
 
@@ -237,6 +237,51 @@ class Experts {
         starts[0] = 0;
     }
 
+    void multiply() const {
+        const int64_t hidden_steps = plan.hidden / PER_WORD, size_steps = plan.size / PER_WORD;
+        const double bytes_per_column = plan.hidden * sizeof(T), bytes_per_result = plan.size * sizeof(T);
+        for_each_piece(plan.size, GATED, 2 * bytes_per_column, [&](int64_t e, int64_t begin, int64_t end) {
+            LinearArguments args = arguments(e, scratch.rows, plan.gate_up[e], plan.hidden, plan.size, hidden_steps);
+            const float* bias = plan.gate_up_bias ? plan.gate_up_bias + e * 2 * plan.size : nullptr;
+            linear<T>(args, ExpertGate<T>{plan, bias, scratch.gated + scratch.starts[e] * plan.size}, begin / GATED,
+                      (end + GATED - 1) / GATED);
+        });
+        for_each_piece(plan.hidden, PANEL, bytes_per_result, [&](int64_t e, int64_t begin, int64_t end) {
+            LinearArguments args = arguments(e, scratch.gated, plan.down[e], plan.size, plan.hidden, size_steps);
+            const float* bias = plan.down_bias ? plan.down_bias + e * plan.hidden : nullptr;
+            linear<T>(args, ExpertDown{plan, bias, scratch.results + scratch.starts[e] * plan.hidden}, begin / PANEL,
+                      (end + PANEL - 1) / PANEL);
+        });
+    }
+
+    // Rows are quantised once for each of the two products.
+    void multiply_quantized() const {
+        quantize(scratch.rows, plan.hidden);
+        for_each_piece(plan.size, QUANTIZED_PANEL, 2.0 * plan.hidden, [&](int64_t e, int64_t begin, int64_t end) {
+            const QuantizedMatrix* matrices = plan.quantized + 3 * e;
+            multiply_gated(matrices[0], matrices[1], Share(begin, end), nullptr, quantized_rows(e, plan.hidden),
+                           scratch.gated + scratch.starts[e] * plan.size, false);
+        });
+        quantize(scratch.gated, plan.size);
+        for_each_piece(plan.hidden, QUANTIZED_PANEL, plan.size, [&](int64_t e, int64_t begin, int64_t end) {
+            multiply_matrix(plan.quantized[3 * e + 2], Share(begin, end), nullptr, quantized_rows(e, plan.size),
+                            scratch.results + scratch.starts[e] * plan.hidden, plan.hidden);
+        });
+    }
+
+    void quantize(const T* rows, int64_t columns) const {
+        for (int64_t i = 0; i < num_active; i++) {
+            const int64_t first = scratch.starts[scratch.active[i]], end = scratch.starts[scratch.active[i] + 1];
+            quantize_rows(rows + first * columns, end - first, columns / BLOCK, scratch.quants + first * columns,
+                          scratch.blocks + first * (columns / BLOCK));
+        }
+    }
+
+    QuantizedRows quantized_rows(int64_t e, int64_t columns) const {
+        const int64_t first = scratch.starts[e], blocks = columns / BLOCK;
+        return {scratch.quants + first * columns, scratch.blocks + first * blocks, scratch.starts[e + 1] - first, blocks};
+    }
+
     LinearArguments arguments(int64_t e, const T* rows, const uint32_t* packed, int64_t in_features,
                               int64_t out_features, int64_t steps) const {
         const int64_t first = scratch.starts[e];
@@ -244,17 +289,18 @@ class Experts {
                 scratch.starts[e + 1] - first, out_features, steps};
     }
 
-    // Calls work(expert, first panel, end) for all panels of the experts that have rows; threads take pieces as they come.
+    // Calls work(expert, begin, end) for all columns of the experts that have rows; threads take pieces as they come.
+    // panel: columns that must not be parted. column_bytes: of weights.
     template <class Work>
-    void for_each_piece(int64_t panels, int64_t steps, const Work& work) const {
-        const double bytes = (double)panels * steps * PANEL * 4;
-        const int parts = worth_sharing(threads, num_active * bytes, tokens * plan.num_chosen * bytes, BF16_FLOPS_PER_S);
-        const int64_t per_expert = (panels + PANELS_AT_ONCE - 1) / PANELS_AT_ONCE, pieces = num_active * per_expert;
+    void for_each_piece(int64_t columns, int64_t panel, double column_bytes, const Work& work) const {
+        const double bytes = columns * column_bytes, operations = tokens * plan.num_chosen * bytes;
+        const int parts = worth_sharing(threads, num_active * bytes, operations, BF16_FLOPS_PER_S);
+        const int64_t at_once = COLUMNS_AT_ONCE / panel * panel, per_expert = (columns + at_once - 1) / at_once;
         std::atomic<int64_t> next{0};
         Crew::run(parts, [&](int) {
-            for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
-                const int64_t begin = i % per_expert * PANELS_AT_ONCE, end = begin + PANELS_AT_ONCE;
-                work(scratch.active[i / per_expert], begin, end < panels ? end : panels);
+            for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_active * per_expert;) {
+                const int64_t begin = i % per_expert * at_once, end = begin + at_once;
+                work(scratch.active[i / per_expert], begin, end < columns ? end : columns);
             }
         });
     }

@@ -81,6 +81,8 @@ static void quantize_rows(const T* x, int64_t num_rows, int64_t num_blocks, int8
 struct Share {
     int64_t begin, end;
 
+    Share(int64_t begin, int64_t end) : begin(begin), end(end) {}
+
     Share(int64_t num_rows, int part, int parts) {
         int64_t panels = (num_rows + QUANTIZED_PANEL - 1) / QUANTIZED_PANEL;
         begin = panels * part / parts * QUANTIZED_PANEL;
