@@ -17,7 +17,7 @@ The head prints this line. It waits for the head, starts the stages it is given,
 waits for it again. Exit status: 0 stopped as told, 2 this machine cannot take part, and one line says why.
 """
 
-_FLAGS = ("stages", "node_address", "port_range", "cluster_key_file", "join_timeout_s")
+_FLAGS = ("stages", "node_address", "interface", "port_range", "cluster_key_file", "join_timeout_s")
 
 
 def add_parser(commands: SubParsers) -> None:
@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
             rank=args.node_rank,
             num_stages=cluster.stages,
             address=cluster.node_address,
+            interface=cluster.interface,
             settings={},
             binds_cores=args.bind_cores,
         )

@@ -93,7 +93,7 @@ def own_addresses(interface_flag: str | None) -> list[OwnAddress]:
 
 
 def candidate_pairs(own: Sequence[OwnAddress], peers: Sequence[TcpAddress]) -> list[Pair]:
-    """Every pair of addresses of the same kind, those within one subnet first; at most `MOST_PAIRS`.
+    """Every pair of addresses of the same kind that can meet, those within one subnet first; at most `MOST_PAIRS`.
 
     Args:
         peers: where the other machine listens.
@@ -103,6 +103,7 @@ def candidate_pairs(own: Sequence[OwnAddress], peers: Sequence[TcpAddress]) -> l
         for peer in peers
         for address in own
         if peer.is_ipv6() == (":" in address.host)
+        and peer.is_loopback() == ipaddress.ip_address(address.host).is_loopback
     ]
     pairs.sort(key=lambda entry: not entry[0])
     return [pair for _, pair in pairs[:MOST_PAIRS]]

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 
 import msgspec
 import zmq
@@ -21,8 +22,19 @@ from stageline.checkpoint.digest import model_digest
 from stageline.clock import Clock
 from stageline.cluster.handshake import HandshakeError, settings_of, this_software
 from stageline.cluster.membership import HEAD, Answers, Membership, Wanted
-from stageline.cluster.messages import EndStages, FromNode, Leaving, Refused, StageEnded, StartStages, ToNode
+from stageline.cluster.messages import (
+    EndStages,
+    FindWay,
+    FromNode,
+    Leaving,
+    Refused,
+    StageEnded,
+    StartStages,
+    ToNode,
+    WayFound,
+)
 from stageline.cluster.ports import HeldPort, resolve
+from stageline.cluster.ways import find_way, leads_to, own_hosts, step_bytes
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError, FrameError, WorkerLost
@@ -40,6 +52,9 @@ _NOTICE_S = 10.0
 """How often who waits for machines says so."""
 
 _LAST_WORDS_S = 0.3
+
+_WAY_S = 15.0
+"""A node may take this long to measure the ways to the next one."""
 
 
 class Head:
@@ -62,6 +77,7 @@ class Head:
         self._address = TcpAddress(resolve(cluster.master_addr, "--master-addr"), cluster.master_port)
         self._links = Links(access.security())
         self.socket = self._links.listener(self._address.url)
+        self._step_bytes = step_bytes(checkpoint.spec.hidden_size)
         own_address = resolve(cluster.node_address, "--node-address") if cluster.node_address else self._address.host
         self._port = HeldPort(own_address, cluster.ports)
         self.own_input = self._port.address.url
@@ -75,6 +91,11 @@ class Head:
             own_stages=cluster.stages,
         )
         self._membership = Membership(wanted, time.time() - clock.now_s())
+        is_only = cluster.node_address is not None
+        self._hosts = own_hosts(own_address, cluster.interface, is_only)
+        self._ways: dict[int, str] = {}
+        self._awaited_way: tuple[bytes, int] | None = None
+        self._way: WayFound | None = None
         self._decoder: MessageDecoder[FromNode] = MessageDecoder(FromNode)
         self._pipeline = 0
         self._shares: dict[int, int] = {}
@@ -99,7 +120,7 @@ class Head:
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         notice_s = began_s + _NOTICE_S
-        while not self._membership.is_complete():
+        while not (self._membership.is_complete() and self._find_ways()):
             now_s = self._clock.now_s()
             if now_s >= deadline_s:
                 raise ConfigError(self._who_is_missing(now_s - began_s))
@@ -111,7 +132,6 @@ class Head:
             while self.receive() is not None:
                 pass  # a stage of an earlier pipeline
         self._membership.is_settled = True
-        self._shares = self._membership.shares()
         self._is_first = False
         places = ", ".join(f"node {rank}: {count}" for rank, count in sorted(self._shares.items()))
         logger.info("all machines are there; stages on %s", places)
@@ -149,7 +169,48 @@ class Head:
         raise AssertionError(f"stage {stage_index} of {end}")
 
     def input_of(self, stage_index: int) -> str:
-        return f"tcp://{self._membership.members[self._node_of(stage_index)].hello.address}"
+        return self._ways[self._node_of(stage_index)]
+
+    def _find_ways(self) -> bool:
+        """From each node to the next. Returns: whether all are still there.
+
+        Raises: HandshakeError if there is none, when the pipeline starts for the first time.
+        """
+        self._shares = self._membership.shares()
+        members = dict(self._membership.members)
+        for sender, receiver in pairwise(sorted(self._shares)):
+            hello = members[receiver].hello
+            asked = FindWay(receiver, hello.addresses or [hello.address], self._step_bytes)
+            found = self._measure(None if sender == HEAD else members[sender].identity, asked)
+            if self._membership.members != members:
+                return False
+            is_known = leads_to(found, (hello.address, *hello.addresses))
+            if is_known:
+                logger.info("activations from node %d to node %d: %s", sender, receiver, found.words)
+            elif self._is_first:
+                error = HandshakeError("links", f"node {sender} cannot reach node {receiver}: {found.words}")
+                for joined in self._membership.members.values():
+                    self._send(joined.identity, Refused(error.step, error.reason))
+                raise error
+            else:
+                logger.warning("no way from node %d to node %d was found: %s", sender, receiver, found.words)
+            self._ways[receiver] = str(found.url) if is_known else TcpAddress.parse(hello.address).url
+        return True
+
+    def _measure(self, identity: bytes | None, asked: FindWay) -> WayFound:
+        """Args: identity: of the node that measures; None is this one."""
+        if identity is None:
+            return find_way(self._hosts, asked, self.access.security())
+        self._way = None
+        self._awaited_way = (identity, asked.number)
+        self._send(identity, asked)
+        deadline_s = self._clock.now_s() + _WAY_S
+        while self._way is None and (left_s := deadline_s - self._clock.now_s()) > 0:
+            self.socket.poll(math.ceil(left_s * 1000))
+            while self.receive() is not None:
+                pass  # a stage of an earlier pipeline
+        self._awaited_way = None
+        return self._way or WayFound(asked.number, None, f"no answer within {_WAY_S:g} s")
 
     def machine_of(self, stage_index: int) -> str:
         rank = self._node_of(stage_index)
@@ -214,6 +275,8 @@ class Head:
             for joined in self._membership.members.values():
                 self._send(joined.identity, Refused(error.step, error.reason))
             raise
+        if isinstance(message, WayFound) and (identity, message.number) == self._awaited_way:
+            self._way = message
         is_ours = identity in self._running.values()
         if isinstance(message, StageEnded) and is_ours and message.pipeline == self._pipeline:
             loss = WorkerLost(message.stage_index, f"{self._name_of(message.stage_index)}: {message.how}")

@@ -26,6 +26,7 @@ def run_headless(engine: EngineConfig, cluster: ClusterConfig, is_insecure: bool
             rank=cluster.node_rank,
             num_stages=cluster.stages,
             address=cluster.node_address,
+            interface=cluster.interface,
             settings=settings_of(engine, cluster),
             binds_cores=engine.bind_cores,
         )

@@ -17,7 +17,7 @@ from stageline.executor.messages import LinkAccess, WorkerConfig
 from stageline.executor.stage_processes import cores_per_stage
 from stageline.executor.worker_process import WorkerProcess
 from stageline.links.child_process import wait_for_ends
-from stageline.links.tcp_address import is_tcp
+from stageline.links.tcp_address import TcpAddress, is_tcp
 
 _MOST_STAGES = 256
 
@@ -26,13 +26,15 @@ class LocalStages:
     """Args:
     folder: for ipc sockets.
     head: the head's address, where stages call it.
-    own_input: where this node's first stage gets what other machines send.
+    addresses: where this node's first stage may get what other machines send.
     """
 
-    def __init__(self, folder: str, head: str, own_input: str, access: LinkAccess, binds_cores: bool) -> None:
+    def __init__(
+        self, folder: str, head: str, addresses: Sequence[TcpAddress], access: LinkAccess, binds_cores: bool
+    ) -> None:
         self._folder = folder
         self._head = head
-        self._own_input = own_input
+        self._addresses = addresses
         self._access = access
         self._binds_cores = binds_cores
         self._workers: list[WorkerProcess] = []
@@ -42,6 +44,7 @@ class LocalStages:
         """End what runs, and start these. Raises: FrameError if they are not a row of stages."""
         self.end(0.0)
         check_row(wanted.configs)
+        own_input = self._own_input(wanted.configs[0])
         self.pipeline = wanted.pipeline
         threads = wanted.configs[0].num_threads
         cores = cores_per_stage(len(wanted.configs), threads) if self._binds_cores else None
@@ -57,10 +60,18 @@ class LocalStages:
                 control_address="",
                 ping_address="",
                 access=self._access,
-                input_address=self._ipc(config.stage_index) if place else self._own_input,
+                input_address=self._ipc(config.stage_index) if place else own_input,
                 output_address=config.output_address if place == last else self._ipc(config.stage_index + 1),
             )
             self._workers.append(WorkerProcess(own))
+
+    def _own_input(self, first: WorkerConfig) -> str:
+        """Where the head says that the stage before sends. Raises: FrameError if that is no address of this node."""
+        listening = (first.input_address or "").rpartition(";")[2]
+        for address in self._addresses:
+            if address.url in (listening, f"tcp://{listening}"):
+                return address.url
+        raise FrameError(f"stage {first.stage_index} shall listen at {first.input_address}, no address of this node")
 
     def _ipc(self, stage_index: int) -> str:
         return f"ipc://{self._folder}/s{stage_index}.input"

@@ -33,6 +33,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         rank: as asked for; None takes the next that is free.
         num_stages: as asked for; None takes an equal share.
         address: where the stage before reaches this node's first stage: host and port.
+        addresses: where else that would be possible; it answers probes there until its stages start.
         settings: flags that were given on the node and must be the head's, with their values.
     """
 
@@ -43,6 +44,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     num_stages: int | None
     address: str
     settings: dict[str, str]
+    addresses: list[str] = []
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -81,7 +83,20 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     """The node was told to stop, and ends its stages."""
 
 
-FromNode = Hello | Ready | Declined | StageEnded | Here | Leaving
+class WayFound(msgspec.Struct, frozen=True, tag="way_found"):
+    """The answer to `FindWay`.
+
+    Args:
+        url: where its last stage shall send, as `stageline.links.tcp_address.tcp_url` writes it; None if there is none.
+        words: how good it is, or why there is none.
+    """
+
+    number: int
+    url: str | None
+    words: str
+
+
+FromNode = Hello | Ready | Declined | StageEnded | Here | Leaving | WayFound
 
 # ---- to a node ----
 
@@ -122,6 +137,20 @@ class StartStages(msgspec.Struct, frozen=True, tag="start_stages"):
     configs: list[WorkerConfig]
 
 
+class FindWay(msgspec.Struct, frozen=True, tag="find_way"):
+    """Measure the ways to the next node.
+
+    Args:
+        number: of this question.
+        addresses: where that one answers probes.
+        step_bytes: what a typical step sends.
+    """
+
+    number: int
+    addresses: list[str]
+    step_bytes: int
+
+
 class EndStages(msgspec.Struct, frozen=True, tag="end_stages"):
     """End the stages' processes, those at once that have not left after `patience_s`."""
 
@@ -136,4 +165,4 @@ class SayHello(msgspec.Struct, frozen=True, tag="say_hello"):
     """The head does not know the node any more: it was silent for too long. Its stages are to be ended."""
 
 
-ToNode = Offer | Refused | Welcome | StartStages | EndStages | AreYouThere | SayHello
+ToNode = Offer | Refused | Welcome | FindWay | StartStages | EndStages | AreYouThere | SayHello

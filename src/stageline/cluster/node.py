@@ -28,6 +28,7 @@ from stageline.cluster.messages import (
     AreYouThere,
     Declined,
     EndStages,
+    FindWay,
     FromNode,
     Hello,
     Here,
@@ -42,7 +43,9 @@ from stageline.cluster.messages import (
     Welcome,
 )
 from stageline.cluster.ports import HeldPort, own_address_towards, resolve
+from stageline.cluster.probe_listener import ProbeListener
 from stageline.cluster.reach import Reach
+from stageline.cluster.ways import find_way, listen, own_hosts
 from stageline.errors import ConfigError, FrameError
 from stageline.executor.messages import LinkAccess
 from stageline.links.frames import MessageDecoder, encode_message
@@ -78,6 +81,7 @@ class NodeSettings:
     rank: int | None = None
     num_stages: int | None = None
     address: str | None = None
+    interface: str | None = None
     settings: Mapping[str, str]
     binds_cores: bool = True
 
@@ -119,7 +123,11 @@ class _Node:
         self._port = HeldPort(own, asked.ports)
         self._own = self._port.address
         self._folder = make_ipc_folder("s9999.input")
-        self._stages = LocalStages(self._folder, self._head.url, self._own.url, asked.access, asked.binds_cores)
+        self._hosts = own_hosts(own, asked.interface, is_only=asked.address is not None)
+        addresses = [TcpAddress(host.host, self._own.port) for host in self._hosts]
+        self._stages = LocalStages(self._folder, self._head.url, addresses, asked.access, asked.binds_cores)
+        self._probes: ProbeListener | None = None
+        self._unread: list[ToNode] = []
         self._decoder: MessageDecoder[ToNode] = MessageDecoder(ToNode)
         self._links: Links | None = None
         self._checkpoint: Checkpoint | None = None
@@ -141,6 +149,7 @@ class _Node:
 
     def close(self) -> None:
         self._stages.end(0.0)
+        self._answer_probes(False)
         self._disconnect()
         self._bell.close()
         self._port.close()
@@ -150,6 +159,8 @@ class _Node:
 
     def _connect(self) -> None:
         self._is_broken = False
+        self._unread = []
+        self._answer_probes(True)
         self._links = Links(self._asked.access.security(), on_broken=self._on_broken)
         self._socket = self._links.caller(self._head.url, identity=f"node.{secrets.token_hex(12)}".encode())
         self._reach = Reach(self._head, self._links)
@@ -160,6 +171,14 @@ class _Node:
                 self._send(Leaving())
             self._links.close(linger_s=_GOODBYE_S if self._is_told_to_stop and not self._is_broken else 0.0)
             self._links = None
+
+    def _answer_probes(self, wanted: bool) -> None:
+        """Whoever may send to this node's first stage measures the ways to it as long as that is not started."""
+        if wanted and self._probes is None:
+            self._probes = listen(self._hosts, self._own.port, self._asked.access.security())
+        elif not wanted and self._probes is not None:
+            self._probes.close()
+            self._probes = None
 
     def _on_broken(self, _address: str) -> None:
         self._is_broken = True
@@ -173,6 +192,9 @@ class _Node:
 
     def _wait(self, patience_s: float) -> list[ToNode]:
         """What the head said meanwhile; nothing if something else happened, or the time is over."""
+        if self._unread:
+            unread, self._unread = self._unread, []
+            return unread
         poller = zmq.Poller()
         for source in (self._socket, self._bell.fd, self._signal_fd, *self._stages.exit_fds()):
             poller.register(source, zmq.POLLIN)
@@ -201,7 +223,7 @@ class _Node:
         self._send(self._hello())
         while not (self._is_told_to_stop or self._is_broken):
             messages = self._wait(min(_LOOK_S, deadline_s - time.monotonic()))
-            for message in messages:
+            for place, message in enumerate(messages):
                 match message:
                     case Offer():
                         self._take_offer(message)
@@ -211,6 +233,7 @@ class _Node:
                         self._send(Here(message.question, time.time()))
                     case Welcome():
                         self._has_been_in = True
+                        self._unread = messages[place + 1 :]
                         logger.info("joined %s as node %d", self._head, message.rank)
                         return True
             now_s = time.monotonic()
@@ -228,6 +251,7 @@ class _Node:
             num_stages=asked.num_stages,
             address=str(self._own),
             settings=dict(asked.settings),
+            addresses=[] if self._probes is None else [str(address) for address in self._probes.addresses],
         )
 
     def _take_offer(self, offer: Offer) -> None:
@@ -261,9 +285,13 @@ class _Node:
                         self._send(Here(message.question, time.time()))
                     case StartStages():
                         assert self._checkpoint is not None
+                        self._answer_probes(False)
                         self._stages.start(message, self._checkpoint.path)
                     case EndStages():
                         self._stages.end(message.patience_s)
+                        self._answer_probes(True)
+                    case FindWay():
+                        self._send(find_way(self._hosts, message, self._asked.access.security()))
                     case Refused():
                         raise HandshakeError(message.step, message.reason)
                     case SayHello():

@@ -8,9 +8,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 
 import zmq
 
+from stageline.errors import ConfigError
 from stageline.links.keys import LinkSecurity
 from stageline.links.sockets import Links, Socket, bound_address
 from stageline.links.tcp_address import TcpAddress
@@ -30,16 +32,22 @@ class ProbeListener:
 
     Args:
         addresses: where; with port 0 a free one is taken.
+        skips_unusable: leave out those that cannot be listened on.
     Attributes:
         addresses: where, with the ports that were taken.
     Raises: ConfigError if one cannot be listened on.
     """
 
-    def __init__(self, addresses: Sequence[TcpAddress], security: LinkSecurity | None) -> None:
+    def __init__(
+        self, addresses: Sequence[TcpAddress], security: LinkSecurity | None, skips_unusable: bool = False
+    ) -> None:
         self._links = Links(security)
         self._bell = Wakeup()
+        sockets = []
         try:
-            sockets = [self._links.listener(address.url, _MAX_MESSAGE_BYTES) for address in addresses]
+            for address in addresses:
+                with suppress(*((ConfigError,) if skips_unusable else ())):
+                    sockets.append(self._links.listener(address.url, _MAX_MESSAGE_BYTES))
         except BaseException:
             self._links.close()
             self._bell.close()

@@ -41,6 +41,11 @@ class ClusterConfig:
         None, "this machine's address for the other ones (default: the one that it reaches the head from)",
         group=_GROUP, metavar="ADDRESS",
     )
+    interface: str | None = setting(
+        None, "interfaces that activations may use, as NCCL_SOCKET_IFNAME names them: eth,ib are beginnings of names, "
+        "=eth0 is one, ^docker all but those; the best is taken (default: the variable STAGELINE_INTERFACE or "
+        "NCCL_SOCKET_IFNAME, or else all)", group=_GROUP, metavar="NAMES",
+    )
     port_range: str | None = setting(
         None, "TCP ports of which this machine takes one, for activations, such as 30000-30010 (default: the next free "
         "one behind the head's port)", group=_GROUP, metavar="FIRST-LAST",
