@@ -1,6 +1,6 @@
 """What the engine costs per microbatch, without a model: scheduling, messages and the update of every request.
 
-    python benchmarks/scheduling.py [--stages 2] [--requests 64 128 256 512 1024] [--waiting 0]
+    python benchmarks/scheduling.py [--stages 2] [--requests 64 128 256 512 1024] [--waiting 0] [--no-look-ahead]
 
 The engine's own loop runs over stages that encode, decode, check and answer every message as real ones do but compute
 nothing. Requests are in steady decode. One row per number of requests: microseconds per microbatch and per row, medians
@@ -78,13 +78,15 @@ class MessagesOnly:
         pass
 
 
-def measure(num_requests: int, num_stages: int, num_steps: int, num_waiting: int) -> tuple[float, float, int]:
+def measure(
+    num_requests: int, num_stages: int, num_steps: int, num_waiting: int, looks_ahead: bool
+) -> tuple[float, float, int]:
     """Returns: median seconds of the engine and of a stage's preparation per microbatch, and rows per microbatch."""
     limits = MicrobatchLimits(NUM_BLOCKS, BLOCK_SIZE, VOCAB_SIZE, num_requests, 8192, MAX_MODEL_LEN)
     executor = MessagesOnly(limits)
     scheduler = Scheduler(
         KVCacheManager(NUM_BLOCKS, BLOCK_SIZE, True),
-        SchedulerLimits(num_stages, num_stages, num_requests, 8192, MAX_MODEL_LEN),
+        SchedulerLimits(num_stages, num_stages, num_requests, 8192, MAX_MODEL_LEN, look_ahead=looks_ahead),
     )
     core = EngineCore(executor, scheduler, MonotonicClock())
     for index in range(num_requests + num_waiting):
@@ -119,10 +121,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--waiting", type=int, default=0)
+    parser.add_argument("--look-ahead", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     print("requests  rows/microbatch  engine us/microbatch  engine us/row  stage's preparation us/microbatch")
     for num_requests in args.requests:
-        engine_s, prepare_s, rows = measure(num_requests, args.stages, args.steps, args.waiting)
+        engine_s, prepare_s, rows = measure(
+            num_requests, args.stages, args.steps, args.waiting, args.look_ahead
+        )
         engine_us, prepare_us = engine_s * 1e6, prepare_s * 1e6
         print(f"{num_requests:8d}  {rows:15d}  {engine_us:20.0f}  {engine_us / rows:13.2f}  {prepare_us:33.0f}")
 

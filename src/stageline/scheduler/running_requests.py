@@ -23,7 +23,7 @@ class RunningRequests:
         self.ready: dict[ScheduledRequest, None] = {}
         self.prefilling: dict[ScheduledRequest, None] = {}
         self.ending: dict[ScheduledRequest, None] = {}
-        self._all: dict[ScheduledRequest, None] = {}
+        self._all: dict[ScheduledRequest, dict[ScheduledRequest, None] | None] = {}
 
     def __len__(self) -> int:
         return len(self._all)
@@ -54,24 +54,26 @@ class RunningRequests:
         self._all[request] = None
 
     def remove(self, request: ScheduledRequest) -> None:
-        del self._all[request]
-        for queue in (self.ready, self.prefilling, self.ending):
-            queue.pop(request, None)
+        queue = self._all.pop(request)
+        if queue is not None:
+            del queue[request]
 
     def sort_in(self, request: ScheduledRequest) -> None:
         """Keep the queues true to a request whose gap has changed."""
-        gap, queue = request.gap, None
+        gap, queue, before = request.gap, None, self._all[request]
         if gap == 1:
             queue = self.ready
         elif gap > 1:
             queue = self.prefilling
         elif request.is_ending:
             queue = self.ending
-        for other in (self.ready, self.prefilling, self.ending):
-            if other is not queue:
-                other.pop(request, None)
+        if queue is before:
+            return
+        if before is not None:
+            del before[request]
         if queue is not None:
             queue[request] = None
+        self._all[request] = queue
 
     def least_important(self, spared: Container[ScheduledRequest]) -> ScheduledRequest | None:
         """The first to be preempted."""
