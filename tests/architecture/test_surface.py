@@ -100,7 +100,8 @@ WITHOUT_ENGINE_FLAGS = {
         --time-scale --top --trace-out --weights --yaml -dp -pp -tp
     """),
     "probe": ["--cluster-key-file", "--insecure", "--interface", "--json", "--listen", "--port"],
-    "timeline": ["--api-key", "--ca-file", "--chrome", "--png", "--save", "--seconds", "--url", "--width"],
+    "timeline": ["--api-key", "--ca-file", "--chrome", "--png", "--save", "--seconds", "--simulated", "--url",
+                 "--width"],  # fmt: skip
 }
 
 
