@@ -52,6 +52,8 @@ class Batch:
         self, rows: list[Row], heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype, seed: int = 0
     ) -> None:
         self.rows, self.heads, self.block_size, self.dtype = rows, heads, block_size, dtype
+        self.cap: float | None = None
+        self.sinks: torch.Tensor | None = None
         generator = torch.Generator().manual_seed(seed)
         needed = [-(-row.context // block_size) for row in rows]
         shape = (sum(needed) + 1, heads[1], block_size, head_dim)
@@ -83,7 +85,8 @@ class Batch:
             slot_mapping=torch.zeros(len(queries), dtype=torch.int64),
             positions=torch.zeros(len(queries), dtype=torch.int64),
         )
-        out = backend.attend(queries, metadata, self._stored_by(backend), queries.shape[2] ** -0.5, window)
+        cache, scale = self._stored_by(backend), queries.shape[2] ** -0.5
+        out = backend.attend(queries, metadata, cache, scale, window, self.cap, self.sinks)
         return list(out.split([row.tokens for row, _, _ in parts]))
 
     def _stored_by(self, backend: AttentionBackend) -> LayerCache:
@@ -101,7 +104,13 @@ class Batch:
         context, tokens = self.rows[row].context, self.rows[row].tokens
         at, key = torch.arange(context - tokens, context)[:, None], torch.arange(context)
         is_hidden = (key > at) | (key <= at - (window or context))
-        weights = (scores * keys.shape[2] ** -0.5).masked_fill(is_hidden, -torch.inf).softmax(-1)
+        scores = scores * keys.shape[2] ** -0.5
+        if self.cap is not None:
+            scores = self.cap * (scores / self.cap).tanh()
+        scores = scores.masked_fill(is_hidden, -torch.inf)
+        if self.sinks is not None:
+            scores = torch.cat((scores, self.sinks.double()[:, None, None].expand(-1, tokens, 1)), -1)
+        weights = scores.softmax(-1)[..., :context]
         return torch.einsum("htk,khd->thd", weights, values.repeat_interleave(group, 1))
 
     def _dense(self, row: int, cache: torch.Tensor) -> torch.Tensor:
@@ -135,6 +144,20 @@ def test_every_block_size_and_window_is_near_float64(
 ) -> None:
     for head_dim in (24, 48):
         check(Batch(MIXED, (6, 2), head_dim, block_size, dtype), window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("cap", "has_sinks"), [(1.5, False), (None, True), (50.0, True)])
+def test_caps_and_sinks_are_near_float64(
+    variant: str, dtype: torch.dtype, cap: float | None, has_sinks: bool
+) -> None:
+    for block_size in (16, 5):
+        batch = Batch(MIXED, (6, 2), 48, block_size, dtype)
+        batch.cap = cap
+        # From a sink that takes nothing to one that takes nearly everything.
+        batch.sinks = torch.tensor([-40.0, -1.0, 0.0, 2.0, 6.0, 30.0]) if has_sinks else None
+        check(batch)
+        check(batch, window=17)
 
 
 def test_random_batches_are_near_float64(variant: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stageline import kernels
 from stageline.kv.kv_cache_manager import WindowBlocks
 from tests.model.tiny_families import FAMILIES
 from tests.pipeline.running import Case, request, run, start_stages
@@ -27,6 +28,16 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def expected(model: Path) -> dict[str, list[int]]:
     reference = load_reference(model)
     return {name: reference_greedy(reference, prompt, NUM_OUTPUT_TOKENS) for name, prompt in PROMPTS.items()}
+
+
+def test_torch_alone_finds_both_kinds_of_blocks(
+    model: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "library", lambda device, dtype: None)
+    started = start_stages(model, 2, "in_process")
+    requests = [request(name, prompt, NUM_OUTPUT_TOKENS) for name, prompt in PROMPTS.items()]
+    finished = run(started, Case(max_chunk_tokens=7, window_blocks=TIGHT), requests)
+    assert {name: result.token_ids for name, result in finished.items()} == expected
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
