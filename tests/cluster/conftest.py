@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stageline.links.keys import ClusterKey
-from tests.cluster.machines import Machines, machines
+from tests.cluster.machines import PORT, Machines, machines
 from tests.cluster.network import Network, NotPermitted
 from tests.tiny_models import TinyModel
 
@@ -41,5 +41,6 @@ def write_key(path: Path) -> Path:
 
 @pytest.fixture
 def several(network: Network, tiny_model: str, key_file: Path) -> Iterator[Machines]:
-    with machines(network, tiny_model, key_file) as made:
+    """Nothing runs yet; beside a pipeline that several tests share."""
+    with machines(network, tiny_model, key_file, PORT + 100) as made:
         yield made

@@ -17,6 +17,7 @@ from tests.pipeline.failing import is_alive, wait_for_end
 from tests.server.served import Logged, Served
 
 PORT = 29500
+"""Of the head; what runs at the same time takes another."""
 
 
 class Node(Logged):
@@ -58,21 +59,24 @@ class Machines:
     key_file: the cluster key, the same everywhere.
     """
 
-    def __init__(self, network: Network, model: str, key_file: Path, home: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, network: Network, model: str, key_file: Path, home: Path, stack: ExitStack, port: int
+    ) -> None:
         self.network = network
         self.model = model
         self.key_file = key_file
+        self.port = port
         self._home = home
         self._stack = stack
 
     @property
     def head_address(self) -> str:
-        return f"{self.network.address(0)}:{PORT}"
+        return f"{self.network.address(0)}:{self.port}"
 
     def flags(self, num_stages: int, *more: str) -> list[str]:
         """Those that the head and `serve --headless` share."""
         asked = ["-tp", "1", "-pp", str(num_stages), "--master-addr", self.network.address(0)]
-        return [*asked, "--master-port", str(PORT), "--cluster-key-file", str(self.key_file), *more]
+        return [*asked, "--master-port", str(self.port), "--cluster-key-file", str(self.key_file), *more]
 
     def serve(self, num_stages: int, *more: str) -> Served:
         """The head, on machine 0."""
@@ -83,8 +87,7 @@ class Machines:
 
     def node(self, machine: int, *words: str) -> Node:
         """Any command, on a machine."""
-        home = self._home / f"node{machine}"
-        home.mkdir(exist_ok=True)
+        home = Path(tempfile.mkdtemp(prefix=f"node{machine}-", dir=self._home))
         with self.network.inside(machine):
             node = Node(*words, home=home)
         self._stack.callback(node.destroy)
@@ -100,7 +103,7 @@ class Machines:
 
 
 @contextmanager
-def machines(network: Network, model: str, key_file: Path) -> Iterator[Machines]:
+def machines(network: Network, model: str, key_file: Path, port: int = PORT) -> Iterator[Machines]:
     """Whatever is started is ended afterwards."""
     with tempfile.TemporaryDirectory(prefix="home-") as home, ExitStack() as stack:
-        yield Machines(network, model, key_file, Path(home), stack)
+        yield Machines(network, model, key_file, Path(home), stack, port)
