@@ -117,3 +117,16 @@ def test_the_table_has_a_row_per_stage_and_names_the_slowest() -> None:
     assert lines[1].split() == ["s0", "2", "8", "66.7%", "0.0%", "8.3%", "25.0%", "33.3%"]
     assert "slowest stage s0" in lines[-1]
     assert len({len(line) for line in lines[:3]}) == 1
+
+
+def test_the_first_stage_starves_while_its_tokens_are_not_sampled_and_then_they_are_on_their_way() -> None:
+    spans = [
+        _span(0, 0, "forward", 0.0, 2.0),
+        _span(1, 0, "receive_wait", 0.0, 2.0),
+        _span(1, 0, "forward", 2.0, 4.0),
+        _span(1, 0, "sample", 4.0, 5.0),
+        _span(0, 1, "receive_wait", 2.0, 6.0),
+        _span(0, 1, "forward", 6.0, 8.0),
+    ]
+    first, _ = analyse(spans, 2, 0.0, 8.0).stages
+    assert (first.waiting_for_input_s, first.starved_s, first.in_transit_s) == (4.0, 3.0, 1.0)

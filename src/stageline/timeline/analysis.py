@@ -7,6 +7,7 @@ once more by what the rest of the pipeline did meanwhile: that is the reason of 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,8 @@ class StageReport:
         blocked_on_output_s: in send, while not computing.
         idle_s: the rest: the stage knew of no microbatch, or did what no span covers.
         num_microbatches, num_tokens: whose forward ended in the window.
-        starved_s: of `waiting_for_input_s`, while a stage before still had to compute the input; the rest was the hop.
+        starved_s: of `waiting_for_input_s`, while a stage before still had to compute the input, or the last one to
+            sample the first one's tokens; the rest was the hop.
         underfilled_s: of `idle_s`, while microbatches were in flight elsewhere: more of them would have filled it. In
             the rest nothing was in flight at all.
     """
@@ -137,9 +139,10 @@ def analyse(
         end_s = max((span.end_s for stage in by_stage for span in stage if _is_compute(span)), default=start_s)
     window = (start_s, max(start_s, end_s))
     computed_s = [{span.microbatch: span.end_s for span in stage if span.kind == "forward"} for stage in by_stage]
+    awaited_s = [_tokens_known_s(by_stage), *computed_s]
     in_flight = _in_flight(spans, num_stages)
     stages = tuple(
-        _account(index, stage, window, computed_s[index - 1] if index else {}, in_flight)
+        _account(index, stage, window, awaited_s[index], in_flight)
         for index, stage in enumerate(by_stage)
     )
     return PipelineReport(start_s=window[0], end_s=window[1], stages=stages)
@@ -153,6 +156,16 @@ def _first_complete_start_s(by_stage: Sequence[Sequence[Span]]) -> float:
     seen = [{span.microbatch for span in stage if span.kind == "forward"} for stage in by_stage]
     complete = set.intersection(*seen)
     return min((s.start_s for s in by_stage[0] if s.kind == "forward" and s.microbatch in complete), default=0.0)
+
+
+def _tokens_known_s(by_stage: Sequence[Sequence[Span]]) -> dict[int, float]:
+    """For each microbatch that the first stage waited to begin: when the last stage had sampled what it waited for."""
+    if len(by_stage) < 2:
+        return {}
+    sampled_s = sorted(span.end_s for span in by_stage[-1] if span.kind == "sample")
+    waits = [span for span in by_stage[0] if span.kind == "receive_wait"]
+    places = {span.microbatch: bisect_right(sampled_s, span.end_s) for span in waits}
+    return {microbatch: sampled_s[place - 1] for microbatch, place in places.items() if place > 0}
 
 
 def _in_flight(spans: Iterable[Span], num_stages: int) -> list[Interval]:
@@ -173,7 +186,7 @@ def _account(
     computed_before_s: dict[int, float],
     in_flight: Sequence[Interval],
 ) -> StageReport:
-    """Args: computed_before_s: when the stage before had computed a microbatch. in_flight: see `_in_flight`."""
+    """Args: computed_before_s: when there was a microbatch's input to be sent here. in_flight: see `_in_flight`."""
     compute = union(_clip(spans, ("forward", "sample"), window))
     compute_or_send = union([*compute, *_clip(spans, ("send",), window)])
     waits = [span for span in spans if span.kind == "receive_wait"]
