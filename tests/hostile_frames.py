@@ -11,6 +11,7 @@ import msgspec
 from stageline.cluster.messages import (
     AreYouThere,
     Declined,
+    FindWay,
     FromNode,
     Hello,
     Here,
@@ -20,6 +21,7 @@ from stageline.cluster.messages import (
     Software,
     StageEnded,
     ToNode,
+    WayFound,
     Welcome,
 )
 from stageline.errors import FrameError
@@ -87,9 +89,11 @@ TRUE_MESSAGES: list[tuple[Any, msgspec.Struct]] = [
     )),
     *((FromNode, message) for message in (
         _HELLO, Ready("ab"), Declined("model", "none"), StageEnded(1, 1, "it ended"), Here(1, 2.0),
+        WayFound(1, "tcp://10.0.0.1:0;10.0.0.2:5", "good"),
     )),
     *((ToNode, message) for message in (
         Offer(model="m", model_digest="ab"), Refused("key", "x"), Welcome(1), AreYouThere(4),
+        FindWay(1, ["10.0.0.2:5"], 1000),
     )),
 ]  # fmt: skip
 """With the type that their reader expects."""

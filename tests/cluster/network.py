@@ -65,6 +65,25 @@ class Network:
         command = ["tc", "-n", self._machines[machine], "qdisc", "replace", "dev", "eth0", "root", "tbf", *words]
         subprocess.run(command, check=True, capture_output=True, timeout=20)
 
+    @contextmanager
+    def second_link(self, machines: tuple[int, int]) -> Iterator[tuple[str, str]]:
+        """A cable between two machines, besides the switch. Yields: their addresses on it."""
+        names = [self._machines[machine] for machine in machines]
+        addresses = ("10.78.0.1", "10.78.0.2")
+        _ip("link", "add", "eth1", "netns", names[0], "type", "veth", "peer", "name", "eth1", "netns", names[1])
+        try:
+            for name, address in zip(names, addresses, strict=True):
+                _ip("-n", name, "address", "add", f"{address}/24", "dev", "eth1")
+                _ip("-n", name, "link", "set", "eth1", "up")
+            yield addresses
+        finally:
+            _ip("-n", names[0], "link", "del", "eth1")
+
+    def unshape(self, machine: int) -> None:
+        """What `shape` limited is unlimited again."""
+        command = ["tc", "-n", self._machines[machine], "qdisc", "del", "dev", "eth0", "root"]
+        subprocess.run(command, check=True, capture_output=True, timeout=20)
+
     def pull_out(self, machine: int) -> None:
         """The cable of a machine: nothing gets through, and nobody is told."""
         _ip("-n", self._switch, "link", "set", f"p{machine}", "nomaster")

@@ -98,10 +98,10 @@ def test_a_choice_that_fits_nothing_is_refused_with_what_there_is(
 
 
 def test_pairs_are_of_one_kind_and_neighbours_go_first(machine: None) -> None:
-    peers = [TcpAddress("192.168.1.7", 5), TcpAddress("fd00::7", 5)]
+    peers = [TcpAddress("10.50.0.7", 5), TcpAddress("192.168.1.7", 5), TcpAddress("fd00::7", 5)]
     pairs = candidate_pairs(own_addresses(None), peers)
-    assert set(pairs[:2]) == {Pair("192.168.1.1", peers[0]), Pair("fd00::1", peers[1])}
-    assert set(pairs[2:]) == {Pair("10.0.0.1", peers[0]), Pair("10.9.0.1", peers[0])}
+    assert set(pairs[:2]) == {Pair("192.168.1.1", peers[1]), Pair("fd00::1", peers[2])}
+    assert set(pairs[2:]) == {Pair(host, peers[0]) for host in ("10.0.0.1", "192.168.1.1", "10.9.0.1")}
     many = [OwnAddress(f"e{number}", f"10.0.0.{number}", "10.0.0.0/24") for number in range(1, 100)]
     assert len(candidate_pairs(many, peers)) == 16
 

@@ -95,18 +95,23 @@ def own_addresses(interface_flag: str | None) -> list[OwnAddress]:
 def candidate_pairs(own: Sequence[OwnAddress], peers: Sequence[TcpAddress]) -> list[Pair]:
     """Every pair of addresses of the same kind that can meet, those within one subnet first; at most `MOST_PAIRS`.
 
+    A neighbour is left for only from the subnet it is in: from another address, what comes back would take another way.
+
     Args:
         peers: where the other machine listens.
     """
-    pairs = [
-        (_is_within(peer.host, address.network), Pair(address.host, peer))
-        for peer in peers
-        for address in own
-        if peer.is_ipv6() == (":" in address.host)
-        and peer.is_loopback() == ipaddress.ip_address(address.host).is_loopback
-    ]
-    pairs.sort(key=lambda entry: not entry[0])
-    return [pair for _, pair in pairs[:MOST_PAIRS]]
+    near: list[Pair] = []
+    far: list[Pair] = []
+    for peer in peers:
+        alike = [one for one in own if _is_alike(one.host, peer)]
+        neighbours = [one for one in alike if _is_within(peer.host, one.network)]
+        pairs = near if neighbours else far
+        pairs += [Pair(one.host, peer) for one in neighbours or alike]
+    return [*near, *far][:MOST_PAIRS]
+
+
+def _is_alike(host: str, peer: TcpAddress) -> bool:
+    return (":" in host) == peer.is_ipv6() and ipaddress.ip_address(host).is_loopback == peer.is_loopback()
 
 
 def _all_addresses() -> list[OwnAddress]:
