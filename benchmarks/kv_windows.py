@@ -1,0 +1,64 @@
+"""How many tokens a KV cache holds when layers with a window keep only their window, and when they keep everything.
+
+Arithmetic, the same that a start does; nothing runs.
+
+    python benchmarks/kv_windows.py gemma-3-270m-q4_k_m.gguf -pp 2 --kv-cache-memory 256MiB --max-model-len 4096
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from msgspec.structs import replace
+
+from stageline.checkpoint import Checkpoint, open_checkpoint, stage_weight_bytes
+from stageline.config.engine_config import EngineConfig
+from stageline.engine.layout import Layout, LayoutRules
+from stageline.executor.messages import StageLoaded
+from stageline.pipeline.partition import StageLayers, partition_layers
+
+ITEMSIZE = 2
+FREE_BYTES = 2**50
+
+
+def report(checkpoint: Checkpoint, part: StageLayers) -> StageLoaded:
+    """A stage in bfloat16, with more memory than can be asked for."""
+    weights = stage_weight_bytes(checkpoint, part.layers, part.is_first, part.is_last, ITEMSIZE)
+    return StageLoaded(
+        stage_index=part.stage_index,
+        weight_bytes=weights,
+        free_bytes=FREE_BYTES,
+        memory_pool=str(part.stage_index),
+        dtype="bfloat16",
+    )
+
+
+def layout(checkpoint: Checkpoint, config: EngineConfig, max_model_len: int) -> Layout:
+    parts = partition_layers(checkpoint.spec.num_layers, config.pipeline_parallel_size, config.pp_layer_partition)
+    rules = LayoutRules(config, checkpoint, max_model_len)
+    return rules.laid_out(parts, [report(checkpoint, part) for part in parts])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("-pp", "--pipeline-parallel-size", type=int, default=1)
+    parser.add_argument("--kv-cache-memory", default="256MiB")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    arguments = parser.parse_args()
+    config = EngineConfig(
+        model=arguments.model,
+        pipeline_parallel_size=arguments.pipeline_parallel_size,
+        kv_cache_memory=arguments.kv_cache_memory,
+    )
+    checkpoint = open_checkpoint(arguments.model)
+    everything = replace(checkpoint, spec=replace(checkpoint.spec, sliding_window=None, layer_windows=()))
+    kept = layout(checkpoint, config, arguments.max_model_len)
+    whole = layout(everything, config, arguments.max_model_len)
+    print(kept.table)
+    print(f"with windows kept alone {kept.kv_plan.num_tokens:,} tokens, with all kept {whole.kv_plan.num_tokens:,}", end="")
+    print(f": {kept.kv_plan.num_tokens / whole.kv_plan.num_tokens:.2f} times as many")
+
+
+if __name__ == "__main__":
+    main()
