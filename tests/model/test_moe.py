@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from stageline.checkpoint.model_spec import MoeSpec
 from stageline.kernels.experts import Expert, QuantizedExpert
@@ -146,7 +147,7 @@ def test_threads_that_share_the_work_change_nothing() -> None:
         torch.set_num_threads(before)
 
 
-def quantized_layer(size: int) -> tuple[MoeSpec, Router, list[QuantizedExpert]]:
+def quantized_layer(size: int, is_clamped: bool) -> tuple[MoeSpec, Router, list[QuantizedExpert]]:
     """Experts in three kinds of blocks, hidden and size being multiples of 32."""
     hidden, generator, memory = 96, torch.Generator().manual_seed(7), HugePages()
 
@@ -160,18 +161,29 @@ def quantized_layer(size: int) -> tuple[MoeSpec, Router, list[QuantizedExpert]]:
         packed.pack_rows(0, numbers.to(torch.uint8), scales.half())
         return packed
 
+    def bias(rows: int) -> torch.Tensor | None:
+        return torch.randn(rows, generator=generator).bfloat16() if is_clamped else None
+
     spec = MoeSpec(num_experts=6, num_experts_per_token=2, intermediate_size=size)
+    if is_clamped:
+        spec = replace(spec, has_bias=True, activation="clamped_swiglu", swiglu_alpha=1.702, swiglu_limit=0.8)
     kinds = Kind.FOUR_BITS_MINIMUM, Kind.FOUR_BITS, Kind.EIGHT_BITS
     experts = [
-        QuantizedExpert(matrix(kinds[0], size, hidden), matrix(kinds[1], size, hidden), matrix(kinds[2], hidden, size))
+        QuantizedExpert(
+            matrix(kinds[0], size, hidden),
+            matrix(kinds[1], size, hidden),
+            matrix(kinds[2], hidden, size),
+            bias(2 * size),
+            bias(hidden),
+        )
         for _ in range(spec.num_experts)
     ]
     return spec, Router(torch.randn(6, hidden, generator=generator).bfloat16()), experts
 
 
-@pytest.mark.parametrize("size", [64, 160])
-def test_experts_that_stay_quantised_compute_what_their_numbers_do(size: int, variant: str) -> None:
-    spec, router, experts = quantized_layer(size)
+@pytest.mark.parametrize(("size", "is_clamped"), [(64, True), (160, False)])
+def test_experts_that_stay_quantised_compute_what_their_numbers_do(size: int, is_clamped: bool, variant: str) -> None:
+    spec, router, experts = quantized_layer(size, is_clamped)
     x = torch.randn(40, 96, generator=torch.Generator().manual_seed(8)).bfloat16()
     mlp = MoeMLP(spec, router, iter(experts))
     dense = TorchExperts(spec, [expert.dequantized(torch.float32) for expert in experts], None)

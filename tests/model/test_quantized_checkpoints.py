@@ -304,6 +304,17 @@ def test_gpt_oss_with_mxfp4_is_transformers_with_its_numbers(tmp_path: Path) -> 
     chain.requests.add(0, sequence(0, 20))
     found = torch.cat([chain.run({0: 12})[0], chain.run({0: 8})[0]])
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+    name, checkpoint = "model.layers.0.mlp.experts.gate_up_proj", open_checkpoint(str(stored))
+    shape, gate_and_up = checkpoint.tensors[name].shape, (slice(0, None, 2), slice(1, None, 2))
+    with CheckpointReader(checkpoint, torch.float32, CPU, keeps_quantized=True) as reader:
+        kept = reader.read_transposed_part(name, (shape[0], shape[1], shape[2]), 2, gate_and_up)
+    for matrix, rows in zip(kept, gate_and_up, strict=True):
+        assert isinstance(matrix, QuantizedMatrix)
+        assert torch.equal(matrix.rows(torch.arange(matrix.num_rows)), tensors[name][2].T[rows])
+    assert packed_bytes(checkpoint.tensors[name]) == checkpoint.tensors[name].num_elements // 32 * 34
+    quantized = Chain(stored, cut(2, 2), keeps_quantized=True)
+    quantized.requests.add(0, sequence(0, 20))
+    assert 0 < (quantized.run({0: 20})[0] - expected).norm() / expected.norm() < 0.3
 
 
 def test_numbers_without_scales_are_refused_when_the_model_is_opened(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ def packed_block_bytes(entry: TensorEntry) -> int | None:
     if quantization is None or quantization.is_reordered or entry.rope_permuted_heads:
         return None
     scales, numbers = entry.parts["scales"].shape, entry.parts["numbers"]
+    if quantization.method == QuantizationMethod.MXFP4:
+        return PACKED_BLOCK_BYTES["Q8_0"]
     is_compressed = quantization.method == QuantizationMethod.COMPRESSED_TENSORS
     if quantization.method in (QuantizationMethod.AWQ, QuantizationMethod.GPTQ):
         num_runs = scales[0] if quantization.bits == FOUR_BITS else 0

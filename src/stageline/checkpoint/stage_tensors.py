@@ -41,8 +41,8 @@ def stage_weight_bytes(
 
 
 def can_stay_quantized(entry: TensorEntry) -> bool:
-    """Whether the tensor is a matrix that integer products can work on as it is."""
-    return len(entry.shape) == 2 and _packed_block_bytes(entry) is not None
+    """Whether the tensor is a matrix, or those of all experts, that integer products can work on as it is."""
+    return (len(entry.shape) == 2 or bool(entry.parts)) and _packed_block_bytes(entry) is not None
 
 
 def packed_bytes(entry: TensorEntry) -> int:

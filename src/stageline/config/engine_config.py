@@ -39,8 +39,8 @@ class EngineConfig:
     device: str = setting("auto", "where stages run; auto takes CUDA when there is one", choices=DEVICES, group="model")
     quantization: str = setting(
         "none", "int8 keeps quantised weights (of GGUF Q4_0, Q4_1, Q4_K, Q5_0, Q6_K, Q8_0; four bits of AWQ and GPTQ; "
-        "int4 and int8 of compressed-tensors) as they are and multiplies them in int8, on a CPU; none makes them "
-        "floating-point when loading", choices=QUANTIZATIONS, group="model",
+        "int4 and int8 of compressed-tensors; MXFP4) as they are and multiplies them in int8, on a CPU; none makes "
+        "them floating-point when loading", choices=QUANTIZATIONS, group="model",
     )
     max_model_len: int | None = setting(
         None, "longest prompt plus output in tokens (default: the model's own limit)", group="model", metavar="TOKENS"

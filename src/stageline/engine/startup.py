@@ -83,7 +83,7 @@ def check_quantization(config: EngineConfig, checkpoint: Checkpoint) -> None:
         return
     supported = ", ".join(sorted(PACKED_BLOCK_BYTES))
     way_out = (
-        f"give a GGUF file of such a type ({supported}), a checkpoint in AWQ, GPTQ or compressed-tensors, or "
+        f"give a GGUF file of such a type ({supported}), a checkpoint in AWQ, GPTQ, compressed-tensors or MXFP4, or "
         "--quantization none"
     )
     if checkpoint.spec.mla is not None:

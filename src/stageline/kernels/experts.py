@@ -47,18 +47,27 @@ class Expert:
 
 @dataclass(frozen=True)
 class QuantizedExpert:
-    """One expert's weights that stay quantised. gate, up: [size, hidden]; down: [hidden, size]."""
+    """One expert's weights that stay quantised.
+
+    Args:
+        gate, up: [size, hidden].
+        down: [hidden, size].
+        gate_up_bias, down_bias: as of an `Expert`.
+    """
 
     gate: QuantizedMatrix
     up: QuantizedMatrix
     down: QuantizedMatrix
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
     def dequantized(self, dtype: torch.dtype) -> Expert:
         """The same as floating-point matrices."""
         gate, up, down = (
             matrix.rows(torch.arange(matrix.num_rows)).to(dtype) for matrix in (self.gate, self.up, self.down)
         )
-        return Expert(torch.cat((gate, up)), down)
+        biases = (None if bias is None else bias.to(dtype) for bias in (self.gate_up_bias, self.down_bias))
+        return Expert(torch.cat((gate, up)), down, *biases)
 
 
 class _PlanStruct(ctypes.Structure):
@@ -114,15 +123,15 @@ class PackedExperts:
     def add(self, expert: Expert | QuantizedExpert) -> None:
         """Pack the next expert; its own tensors are not kept, unless they are quantised. All are of one kind."""
         size, hidden = self._spec.intermediate_size, self._hidden_size
+        self._biases.append((expert.gate_up_bias, expert.down_bias))
         if isinstance(expert, QuantizedExpert):
-            assert not self._packed and self._spec.activation == "silu" and not self._spec.has_bias
+            assert not self._packed
             assert expert.gate.shape == expert.up.shape == (size, hidden) and expert.down.shape == (hidden, size)
             self._quantized += [expert.gate, expert.up, expert.down]
             return
         assert expert.gate_up.shape == (2 * size, hidden) and expert.down.shape == (hidden, size)
         packed = self._pack(expert.gate_up, is_gated=True), self._pack(expert.down, is_gated=False)
         self._packed.append(packed)
-        self._biases.append((expert.gate_up_bias, expert.down_bias))
 
     def finish(self) -> None:
         """All experts were added."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from stageline import kernels
 from stageline.checkpoint.model_spec import MoeSpec
+from stageline.errors import CheckpointError
 from stageline.kernels.experts import Expert, PackedExperts, QuantizedExpert
 from stageline.kernels.gemm import Gemm
 
@@ -106,6 +107,10 @@ def _all_experts(
     packed = PackedExperts(library.experts, spec, hidden, selection_bias, dtype)
     packed.add(first)
     for expert in experts:
+        if isinstance(expert, QuantizedExpert) != isinstance(first, QuantizedExpert):
+            raise CheckpointError(
+                "some experts of a layer can stay quantised and some cannot; give --quantization none"
+            )
         packed.add(expert)
     packed.finish()
     return packed

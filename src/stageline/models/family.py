@@ -7,6 +7,7 @@ bytes. One `Family` object belongs to one stage, so what its parts share (rotary
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -35,6 +36,15 @@ class WeightReader(Protocol):
 
     def read_part(self, name: str, shape: tuple[int, ...], index: int) -> torch.Tensor:
         """As `read`, of a tensor [parts, ...] one part alone. Raises: CheckpointError."""
+        ...
+
+    def read_transposed_part(
+        self, name: str, shape: tuple[int, int, int], index: int, runs: Sequence[slice]
+    ) -> list[torch.Tensor] | list[QuantizedMatrix]:
+        """As `read_part`, of the transposed part these runs of rows; all may come as they are quantised.
+
+        Raises: CheckpointError.
+        """
         ...
 
     def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor | QuantizedMatrix:

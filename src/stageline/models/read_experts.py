@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from stageline.checkpoint.model_spec import ModelSpec, MoeSpec
-from stageline.errors import CheckpointError
 from stageline.kernels.experts import Expert, QuantizedExpert
 from stageline.kernels.quantized import QuantizedMatrix as Quantized
 from stageline.layers.moe import MoeMLP, Router
@@ -62,24 +61,31 @@ def read_shared_mlp(reader: WeightReader, spec: ModelSpec, prefix: str, size: in
 def _read_each(
     reader: WeightReader, moe: MoeSpec, hidden: int, prefix: str, names: ExpertNames
 ) -> Iterator[Expert | QuantizedExpert]:
-    """All as they are quantised, or none. Raises: CheckpointError if some can stay quantised and some cannot."""
-    size, are_quantized = moe.intermediate_size, None
+    size = moe.intermediate_size
     for index in range(moe.num_experts):
         gate, up, down = (
             reader.read_matrix(f"{prefix}.{index}.{name}.weight", shape)
             for name, shape in ((names.gate, (size, hidden)), (names.up, (size, hidden)), (names.down, (hidden, size)))
         )
-        expert: Expert | QuantizedExpert | None = None
-        if isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor) and isinstance(down, torch.Tensor):
-            expert = Expert(torch.cat((gate, up)), down)
-        elif isinstance(gate, Quantized) and isinstance(up, Quantized) and isinstance(down, Quantized):
-            expert = QuantizedExpert(gate, up, down)
-        if expert is None or are_quantized not in (None, isinstance(expert, QuantizedExpert)):
-            raise CheckpointError(
-                f"{prefix}: expert {index} is quantised otherwise than those before it; give --quantization none"
-            )
-        are_quantized = isinstance(expert, QuantizedExpert)
-        yield expert
+        yield _expert(gate, up, down)
+
+
+def _expert(
+    gate: torch.Tensor | Quantized,
+    up: torch.Tensor | Quantized,
+    down: torch.Tensor | Quantized,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> Expert | QuantizedExpert:
+    """As it is quantised if all matrices are; else those that are become floating-point."""
+    if isinstance(gate, Quantized) and isinstance(up, Quantized) and isinstance(down, Quantized):
+        return QuantizedExpert(gate, up, down, gate_up_bias, down_bias)
+    dense = next(matrix for matrix in (gate, up, down) if isinstance(matrix, torch.Tensor))
+    gate, up, down = (
+        matrix.rows(torch.arange(matrix.num_rows)).to(dense.dtype) if isinstance(matrix, Quantized) else matrix
+        for matrix in (gate, up, down)
+    )
+    return Expert(torch.cat((gate, up)), down, gate_up_bias, down_bias)
 
 
 def read_packed_moe(reader: WeightReader, spec: ModelSpec, prefix: str) -> MoeMLP:
@@ -93,19 +99,19 @@ def read_packed_moe(reader: WeightReader, spec: ModelSpec, prefix: str) -> MoeML
     return MoeMLP(moe, Router(weight, bias), _read_packed(reader, moe, hidden, f"{prefix}.experts"))
 
 
-def _read_packed(reader: WeightReader, moe: MoeSpec, hidden: int, prefix: str) -> Iterator[Expert]:
+def _read_packed(
+    reader: WeightReader, moe: MoeSpec, hidden: int, prefix: str
+) -> Iterator[Expert | QuantizedExpert]:
     count, size = moe.num_experts, moe.intermediate_size
+    gate_up_shape, down_shape = (count, hidden, 2 * size), (count, size, hidden)
     gate_up_biases = reader.read(f"{prefix}.gate_up_proj_bias", (count, 2 * size))
     down_biases = reader.read(f"{prefix}.down_proj_bias", (count, hidden))
     for index in range(count):
-        gate_up = reader.read_part(f"{prefix}.gate_up_proj", (count, hidden, 2 * size), index).T
-        down = reader.read_part(f"{prefix}.down_proj", (count, size, hidden), index).T
-        yield Expert(
-            torch.cat((gate_up[0::2], gate_up[1::2])),
-            down.contiguous(),
-            torch.cat((gate_up_biases[index, 0::2], gate_up_biases[index, 1::2])),
-            down_biases[index],
-        )
+        gate_and_up = (slice(0, None, 2), slice(1, None, 2))
+        gate, up = reader.read_transposed_part(f"{prefix}.gate_up_proj", gate_up_shape, index, gate_and_up)
+        [down] = reader.read_transposed_part(f"{prefix}.down_proj", down_shape, index, (slice(None),))
+        biases = gate_up_biases[index]
+        yield _expert(gate, up, down, torch.cat((biases[0::2], biases[1::2])), down_biases[index])
 
 
 def _moe(spec: ModelSpec) -> MoeSpec:

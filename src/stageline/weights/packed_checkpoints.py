@@ -15,7 +15,7 @@ from stageline.checkpoint.checkpoint import TensorEntry
 from stageline.checkpoint.quantization import QuantizationMethod
 from stageline.kernels.huge_pages import HugePages
 from stageline.kernels.quantized import BLOCK, Kind, QuantizedMatrix
-from stageline.weights.quantized_checkpoints import in_awq_order, unpacked
+from stageline.weights.quantized_checkpoints import DOUBLED_FP4, in_awq_order, unpacked
 
 # A multiple of a panel's 64 rows, whose unpacked numbers are a few MiB.
 _ROWS_AT_ONCE = 1024
@@ -57,6 +57,23 @@ def pack_parts(entry: TensorEntry, parts: Mapping[str, torch.Tensor], memory: Hu
     for first in range(0, rows, _ROWS_AT_ONCE):
         end = first + _ROWS_AT_ONCE
         matrix.pack_rows(first, found.numbers[first:end].contiguous(), halves[first:end])
+    return matrix
+
+
+def pack_blocks(numbers: torch.Tensor, exponents: torch.Tensor, memory: HugePages) -> QuantizedMatrix | None:
+    """MXFP4's numbers are halves, so twice each is an integer that fits into a byte.
+
+    Args: numbers: uint8 [rows, blocks, 16]. exponents: uint8 [rows, blocks].
+    Returns: [rows, 32 * blocks]; None if half precision cannot hold its scales.
+    """
+    table = torch.tensor([128 + value for value in (*DOUBLED_FP4, *(-value for value in DOUBLED_FP4))])
+    pairs = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(1).long()
+    scales = torch.exp2(exponents.float() - 128)
+    halves = scales.half()
+    if not torch.equal(halves.float(), scales):
+        return None
+    matrix = QuantizedMatrix.empty(Kind.EIGHT_BITS, pairs.shape[0], pairs.shape[1], memory)
+    matrix.pack_rows(0, table[pairs].to(torch.uint8), halves.unsqueeze(-1))
     return matrix
 
 

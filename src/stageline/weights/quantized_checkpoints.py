@@ -29,7 +29,8 @@ RAW_DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
 }
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word the columns lie
-_FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+DOUBLED_FP4 = (0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the numbers that four bits without their sign stand for in MXFP4."""
 
 Parts = Mapping[str, torch.Tensor]
 
@@ -148,7 +149,7 @@ def _mxfp4(quantization: Quantization, parts: Parts) -> torch.Tensor:
     parts: numbers [experts, out_features, blocks, 16], scales [experts, out_features, blocks].
     Returns: [experts, in_features, out_features].
     """
-    table = torch.tensor(_FP4 + [-value for value in _FP4])
+    table = torch.tensor([value / 2 for value in (*DOUBLED_FP4, *(-value for value in DOUBLED_FP4))])
     numbers, exponents = parts["numbers"], parts["scales"].int() - 127
     pairs = torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2).long()
     blocks: torch.Tensor = torch.ldexp(table[pairs], exponents.unsqueeze(-1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import torch
@@ -21,7 +21,7 @@ from stageline.errors import CheckpointError
 from stageline.kernels.huge_pages import HugePages
 from stageline.kernels.quantized import QuantizedMatrix
 from stageline.weights.ggml_types import FLOAT_DTYPES, decode
-from stageline.weights.packed_checkpoints import pack_parts
+from stageline.weights.packed_checkpoints import pack_blocks, pack_parts
 from stageline.weights.quantized import pack_matrix
 from stageline.weights.quantized_checkpoints import RAW_DTYPES, dequantize
 
@@ -91,6 +91,22 @@ class CheckpointReader:
         Returns: as `read`, of shape[1:].
         """
         return self._read(part_of(self._entry(name, shape), index), self._dtype)
+
+    def read_transposed_part(
+        self, name: str, shape: tuple[int, int, int], index: int, runs: Sequence[slice]
+    ) -> list[torch.Tensor] | list[QuantizedMatrix]:
+        """As `read_part`, of the transposed part these runs of rows, each a matrix.
+
+        Returns: all may come as they are quantised in the checkpoint.
+        """
+        part = part_of(self._entry(name, shape), index)
+        if self._keeps_quantized and can_stay_quantized(part):
+            numbers, scales = (self._read_raw(part.parts[name]) for name in ("numbers", "scales"))
+            kept = [pack_blocks(numbers[rows], scales[rows], self._packed_memory) for rows in runs]
+            if all(matrix is not None for matrix in kept):
+                return [matrix for matrix in kept if matrix is not None]
+        transposed = self._read(part, self._dtype).T
+        return [transposed[rows].contiguous() for rows in runs]
 
     def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor | QuantizedMatrix:
         """As `read`, but a matrix whose type integer products can work on stays quantised if that was asked for."""

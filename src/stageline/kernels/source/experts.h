@@ -144,7 +144,16 @@ class ExpertChoice {
     }
 };
 
-// The first half of an expert: silu(gate) * up, or its clamped form with a sigmoid of its own gain.
+// What a gate and its other half make: silu(gate) * up, or its clamped form with a sigmoid of its own gain.
+INLINE vf joined(const ExpertsPlan& plan, vf gate, vf up) {
+    if (!plan.is_clamped) return silu(gate) * up;
+    const vf limit = splat(plan.limit);
+    gate = minimum(gate, limit);
+    up = minimum(maximum(up, -limit), limit);
+    return gate * sigmoid(gate * splat(plan.alpha)) * (up + splat(1.0f));
+}
+
+// The first half of an expert.
 template <class T>
 struct ExpertGate {
     static constexpr int COLUMNS = GATED;
@@ -159,15 +168,8 @@ struct ExpertGate {
                 gate = gate + load(bias + column + c, n - c);
                 up = up + load(bias + plan.size + column + c, n - c);
             }
-            store(out + row * plan.size + column + c, plan.is_clamped ? clamped(gate, up) : silu(gate) * up, n - c);
+            store(out + row * plan.size + column + c, joined(plan, gate, up), n - c);
         }
-    }
-
-    vf clamped(vf gate, vf up) const {
-        const vf limit = splat(plan.limit);
-        gate = minimum(gate, limit);
-        up = minimum(maximum(up, -limit), limit);
-        return gate * sigmoid(gate * splat(plan.alpha)) * (up + splat(1.0f));
     }
 };
 
@@ -259,12 +261,15 @@ class Experts {
         quantize(scratch.rows, plan.hidden);
         for_each_piece(plan.size, QUANTIZED_PANEL, 2.0 * plan.hidden, [&](int64_t e, int64_t begin, int64_t end) {
             const QuantizedMatrix* matrices = plan.quantized + 3 * e;
-            multiply_gated(matrices[0], matrices[1], Share(begin, end), nullptr, quantized_rows(e, plan.hidden),
-                           scratch.gated + scratch.starts[e] * plan.size, false);
+            const float* bias = plan.gate_up_bias ? plan.gate_up_bias + e * 2 * plan.size : nullptr;
+            multiply_gated(matrices[0], matrices[1], Share(begin, end), bias, quantized_rows(e, plan.hidden),
+                           scratch.gated + scratch.starts[e] * plan.size,
+                           [&](vf gate, vf up) { return joined(plan, gate, up); });
         });
         quantize(scratch.gated, plan.size);
         for_each_piece(plan.hidden, QUANTIZED_PANEL, plan.size, [&](int64_t e, int64_t begin, int64_t end) {
-            multiply_matrix(plan.quantized[3 * e + 2], Share(begin, end), nullptr, quantized_rows(e, plan.size),
+            const float* bias = plan.down_bias ? plan.down_bias + e * plan.hidden : nullptr;
+            multiply_matrix(plan.quantized[3 * e + 2], Share(begin, end), bias, quantized_rows(e, plan.size),
                             scratch.results + scratch.starts[e] * plan.hidden, plan.hidden);
         });
     }

@@ -145,10 +145,10 @@ static void multiply_matrix(const QuantizedMatrix& matrix, Share share, const fl
     }
 }
 
-// activated(gate) * up, of matrices with the same number of rows; one rounding, at the end.
-template <class Y>
+// join(gate, up), of matrices with the same number of rows; one rounding, at the end.
+template <class Y, class Join>
 static void multiply_gated(const QuantizedMatrix& gate, const QuantizedMatrix& up, Share share, const float* bias,
-                           const QuantizedRows& x, Y* out, bool is_gelu) {
+                           const QuantizedRows& x, Y* out, const Join& join) {
     alignas(64) float gates[MOST_ROWS_OF_TILE * QUANTIZED_PANEL], ups[MOST_ROWS_OF_TILE * QUANTIZED_PANEL];
     int64_t size = gate.num_rows;
     for (int64_t column = share.begin; column < share.end; column += QUANTIZED_PANEL) {
@@ -163,7 +163,7 @@ static void multiply_gated(const QuantizedMatrix& gate, const QuantizedMatrix& u
                     int64_t at = r * QUANTIZED_PANEL + c - column, count = size - c;
                     vf g = with_bias(gates + at, bias ? bias + c : nullptr, count);
                     vf u = with_bias(ups + at, bias ? bias + size + c : nullptr, count);
-                    store(out + (row + r) * size + c, activated(g, is_gelu) * u, count);
+                    store(out + (row + r) * size + c, join(g, u), count);
                 }
         }
     }
@@ -252,7 +252,7 @@ static void quantized_gated(const QuantizedPlan& plan, const X* x, int64_t num_r
     int64_t size = plan.matrices[0].num_rows;
     quantize_and(x, num_rows, plan.num_columns, parts, [&](int64_t row, const QuantizedRows& rows, int part) {
         multiply_gated(plan.matrices[0], plan.matrices[1], Share(size, part, parts), plan.bias, rows, out + row * size,
-                       is_gelu);
+                       [&](vf gate, vf up) { return activated(gate, is_gelu) * up; });
     });
 }
 
