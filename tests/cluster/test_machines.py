@@ -22,7 +22,7 @@ from tests.tiny_models import TinyModel
 pytestmark = pytest.mark.timeout(240)
 
 WRONG_START_S = 20.0
-QUICKLY = ["--heartbeat-timeout-s", "3"]
+QUICKLY = ["--heartbeat-timeout-s", "2"]
 
 
 class Cluster:
@@ -119,7 +119,7 @@ def test_a_node_that_does_not_fit_is_refused_on_both_sides_and_nobody_else_notic
 
 def test_another_model_and_too_many_stages_are_refused(several: Machines, tmp_path: Path) -> None:
     other_model = str(TinyModel(num_layers=3).write(tmp_path / "other"))
-    head = several.serve(2, "--nnodes", "2", "--stages", "1", "--join-timeout", "15")
+    head = several.serve(2, "--nnodes", "2", "--stages", "1", "--join-timeout", "10")
     wrong = several.join(1, "--model", other_model)
     assert "digest" in _fails(wrong, "model")
     head.wait_for_line("cannot take part, step `model`")

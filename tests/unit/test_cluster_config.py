@@ -1,0 +1,92 @@
+"""What is asked about machines: what cannot work is refused before anything starts, with the value and the way out."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import msgspec
+import pytest
+
+from stageline.cli.join import add_parser, run
+from stageline.cli.main import build_parser
+from stageline.cluster.start import check_head, link_access
+from stageline.config.cluster_config import ClusterConfig
+from stageline.config.engine_config import EngineConfig
+from stageline.config.flags import cluster_config_from_args
+from stageline.errors import ConfigError
+from stageline.executor.messages import LinkAccess
+from stageline.links.keys import ClusterKey
+
+HEAD = {"master_addr": "127.0.0.1", "nnodes": 2}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"nnodes": 2}, ["--master-addr is missing"]),
+        ({**HEAD, "node_rank": 2, "headless": True}, ["--node-rank is 2", "--nnodes 2", "0 to 1"]),
+        ({**HEAD, "node_rank": 1}, ["--node-rank 1 without --headless"]),
+        ({**HEAD, "headless": True}, ["--headless with --node-rank 0"]),
+        ({**HEAD, "master_port": 70000}, ["--master-port is 70000"]),
+        ({**HEAD, "join_timeout_s": 0.0}, ["--join-timeout is 0"]),
+        ({**HEAD, "port_range": "5-1"}, ["--port-range is '5-1'", "30000-30010"]),
+        ({**HEAD, "stages": 0}, ["--stages is 0"]),
+        ({"on_worker_lost": "hope"}, ["--on-worker-lost is 'hope'", "fail, wait"]),
+    ],
+)
+def test_what_cannot_work_is_refused(asked: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ClusterConfig(**asked).check()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("engine", "cluster", "words"),
+    [
+        ({"pipeline_parallel_size": 1}, HEAD, ["--pipeline-parallel-size 1", "2 machines", "-pp 2"]),
+        ({"pipeline_parallel_size": 2}, {**HEAD, "stages": 2}, ["--stages is 2", "at most 1"]),
+        ({"distributed_executor_backend": "in_process"}, HEAD, ["in_process"]),
+        ({"pipeline_parallel_size": 2}, {**HEAD, "master_addr": "10.77.99.1"}, ["10.77.99.1", "--cluster-key-file"]),
+        ({"pipeline_parallel_size": 2}, {**HEAD, "master_addr": "no.such.invalid"}, ["--master-addr no.such.invalid"]),
+    ],
+)
+def test_a_head_that_could_not_run_is_refused(
+    engine: dict[str, Any], cluster: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_head(EngineConfig(model="m", **engine), ClusterConfig(**cluster).check(), LinkAccess())
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_tensor_parallelism_is_accepted_as_far_as_it_is_there() -> None:
+    EngineConfig(model="m", tensor_parallel_size=1).check()
+    with pytest.raises(ConfigError, match="--tensor-parallel-size is 2"):
+        EngineConfig(model="m", tensor_parallel_size=2).check()
+
+
+def test_vllms_flags_are_understood() -> None:
+    words = "serve m -tp 1 -pp 2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29501 --headless"
+    cluster = cluster_config_from_args(build_parser().parse_args(words.split()))
+    assert cluster == ClusterConfig(
+        nnodes=2, node_rank=1, master_addr="10.0.0.1", master_port=29501, headless=True
+    )
+    assert cluster.is_spread and cluster.ports.start == 29502
+
+
+@pytest.mark.parametrize("head", ["", ":1", "a:b", "a:0", "a:99999", "[::1]x"])
+def test_join_wants_a_head(head: str) -> None:
+    commands = argparse.ArgumentParser().add_subparsers()
+    add_parser(commands)
+    with pytest.raises(ConfigError, match="HEAD:PORT"):
+        run(commands.choices["join"].parse_args([head]))
+
+
+def test_a_key_is_used_and_never_shown(tmp_path: Any) -> None:
+    key = ClusterKey.new()
+    (tmp_path / "key").touch(mode=0o600)
+    (tmp_path / "key").write_text(key.text())
+    access = link_access(ClusterConfig(**HEAD, cluster_key_file=str(tmp_path / "key")), is_insecure=False)
+    assert access.key == key.text() and key.text() not in repr(access)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(access), type=LinkAccess).security() is not None
+    assert link_access(ClusterConfig(**HEAD), is_insecure=False).security() is None
