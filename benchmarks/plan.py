@@ -28,6 +28,9 @@ from stageline.planner.calibrate import calibrate_host
 from stageline.planner.host_pipeline import host_pipeline
 from stageline.planner.simulate import SimulatedMemory, SimulatedRun, simulate
 from stageline.timeline.analysis import analyse
+from stageline.timeline.journeys import journeys, mean_split
+from stageline.timeline.span import Span
+from stageline.timeline.view import format_split
 
 INPUT_LEN, OUTPUT_LEN, NUM_ROUNDS = 128, 64, 3
 CELL_TARGET, MEDIAN_TARGET = 0.15, 0.08
@@ -39,6 +42,14 @@ class Measured:
     tpot_s: float
     ttft_s: float
     bubble: float
+    way: str
+
+
+def decodes_way(spans: list[Span], num_stages: int) -> str:
+    """What the time of an average microbatch of decodes was made of."""
+    decodes = [way for way in journeys(spans, num_stages) if not way.has_prompt_tokens]
+    split = mean_split(decodes, num_stages)
+    return "no decodes" if split is None else f"{len(decodes)} x {format_split(split)}"
 
 
 def measure(llm: LLM, num_requests: int, seed: int) -> Measured:
@@ -48,11 +59,16 @@ def measure(llm: LLM, num_requests: int, seed: int) -> Measured:
     start_s = llm.clock.now_s()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     elapsed_s = llm.clock.now_s() - start_s
-    pipeline = analyse(llm.spans(start_s), llm.config.pipeline_parallel_size)
+    spans, num_stages = llm.spans(start_s), llm.config.pipeline_parallel_size
+    pipeline = analyse(spans, num_stages)
     report = BenchReport("throughput", llm.config, outputs, [elapsed_s], pipeline)
     assert report.tpot is not None and report.ttft is not None
     return Measured(
-        report.num_output_tokens / elapsed_s, report.tpot.mean_s, report.ttft.mean_s, pipeline.bubble_fraction
+        tokens_per_s=report.num_output_tokens / elapsed_s,
+        tpot_s=report.tpot.mean_s,
+        ttft_s=report.ttft.mean_s,
+        bubble=pipeline.bubble_fraction,
+        way=decodes_way(spans, num_stages),
     )
 
 
@@ -72,6 +88,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--ways", action="store_true", help="show what a decode's time is made of, too")
     args = parser.parse_args()
     start_s = time.monotonic()
     profile = calibrate_host(EngineConfig(model=args.model), open_checkpoint(args.model).spec)
@@ -95,6 +112,9 @@ def main() -> None:
                 rates = f"{run.output_tokens_per_s:20.1f} {rate:8.1f} {rate_error:+6.1%}"
                 tpots = f"{predicted_s * 1e3:19.1f} {tpot_s * 1e3:8.1f} {tpot_error:+6.1%}"
                 print(f"{num_stages:6d} {num_requests:8d} | {rates} | {tpots} | {bubbles}", flush=True)
+                if args.ways:
+                    print(f"      predicted {decodes_way(run.spans, num_stages)}")
+                    print(f"      measured  {found[-1].way}; TTFT {mean(run.ttft_s):.3f} s, {found[-1].ttft_s:.3f} s")
     sizes = [abs(error) for error in errors]
     verdict = "kept" if max(sizes) <= CELL_TARGET and median(sizes) <= MEDIAN_TARGET else "missed"
     print(

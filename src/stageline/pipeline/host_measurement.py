@@ -59,7 +59,7 @@ class TimeMicrobatch(msgspec.Struct, frozen=True, tag="time"):
 
 
 class Echo(msgspec.Struct, frozen=True, tag="echo"):
-    """Answer so many messages, each as a stage would: decode, and send a result back."""
+    """Answer so many messages as a stage would: decode, and send a result. Before each, an empty one says it waits."""
 
     num_messages: int
 

@@ -39,7 +39,7 @@ from stageline.pipeline.host_measurement import (
     Trouble,
 )
 from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
-from stageline.planner.measure_engine import measure_engine
+from stageline.planner.measure_engine import CacheFlush, measure_engine
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DECODE_ROWS = (1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 48, 64)
@@ -50,7 +50,7 @@ POINT_S = 0.4
 _LARGER_THAN_CACHES_BYTES = 2**28
 _MOST_MEMORY_FRACTION = 0.4
 _MOST_PROCESSES = 8
-_NUM_MESSAGES, _LARGE_BYTES = 300, 2**20
+_NUM_MESSAGES, _LARGE_BYTES = 60, 2**20
 _LEAST_S = 1e-9
 
 _Kind = TypeVar("_Kind", Ready, Measured)
@@ -238,7 +238,7 @@ class _Processes:
         return [self._read(child, Measured) for child in self._children[:num_at_once]]
 
     def measure_messages(self) -> MessageCosts:
-        """A stage's end of a link and the engine's, with nothing else to do."""
+        """A stage's end of a link and the engine's, their caches emptied as by computing."""
         child = self._children[0]
         self._send(child, Echo(2 * _NUM_MESSAGES))
         self._read(child, Ready)
@@ -247,7 +247,8 @@ class _Processes:
         small_send_s, small_s = self._round_trips(outgoing.send_multipart, decoder, [])
         _, large_s = self._round_trips(outgoing.send_multipart, decoder, [bytes(_LARGE_BYTES)])
         transfer_s = max(_LEAST_S, large_s - small_s)
-        return MessageCosts(small_send_s, max(0.0, small_s / 2 - small_send_s), _LARGE_BYTES / transfer_s)
+        # After the send come two ways and the answer in between: half of it each.
+        return MessageCosts(small_send_s, (small_s - small_send_s) / 2, _LARGE_BYTES / transfer_s)
 
     def _round_trips(
         self, send: Callable[..., object], decoder: MessageDecoder[MicrobatchResult], further: list[bytes]
@@ -255,7 +256,10 @@ class _Processes:
         """Medians of the time to send, and of the time until the answer is decoded."""
         microbatch = Microbatch(0, 0, [], [], [], list(range(8)), [_CONTEXT] * 8, [1] * 8, [1] * 8, list(range(8)))
         sends_s, trips_s = [], []
+        flush = CacheFlush()
         for _ in range(_NUM_MESSAGES):
+            self._answers.recv()  # the other side has emptied its caches, and waits
+            flush()
             start_s = time.perf_counter()
             send([encode_message(microbatch), *further], copy=False)
             sends_s.append(time.perf_counter() - start_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -108,10 +108,13 @@ class HostMeasurer:
         while len(times_s[0]) <= _LEAST_ROUNDS or time.monotonic() < deadline_s:
             for index, work in enumerate(works):
                 if index in (1, 2):
-                    self._evicting.add_(1.0)
+                    self.empty_caches()
                 times_s[index].append(self._time(work))
         typical = [_typical(times[1:]) for times in times_s]
         return Measured(*(typical + [0.0] * 3)[:4])
+
+    def empty_caches(self) -> None:
+        self._evicting.add_(1.0)
 
     def _input(self, stage: DecoderStage, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return token_ids if stage.is_first else states
@@ -139,6 +142,12 @@ class _MadeUpWeights:
 
     def read_part(self, name: str, shape: tuple[int, ...], index: int) -> torch.Tensor:
         return self.read(name, shape[1:])
+
+    def read_transposed_part(
+        self, name: str, shape: tuple[int, int, int], index: int, runs: Sequence[slice]
+    ) -> list[torch.Tensor]:
+        transposed = self.read(name, (shape[2], shape[1]))
+        return [transposed[rows] for rows in runs]
 
     def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
         return self.read(name, shape)
@@ -173,12 +182,14 @@ def _microbatches(order: TimeMicrobatch, vocab_size: int) -> tuple[Microbatch, M
     return msgspec.structs.replace(repeated, number=0, added=added), repeated
 
 
-def _echo(config: MeasuringConfig, links: Links, num_messages: int) -> None:
-    """Be a stage that has nothing to compute."""
+def _echo(config: MeasuringConfig, links: Links, num_messages: int, flush: Callable[[], None]) -> None:
+    """Be a stage that has nothing to compute, but whose caches are as if it had."""
     incoming, outgoing = links.receiver(config.listen_address), links.sender(config.answer_address)
     write_message(int(sys.argv[1]), msgspec.msgpack.encode(Ready(0)))
     decoder: MessageDecoder[Microbatch] = MessageDecoder(Microbatch)
     for _ in range(num_messages):
+        flush()
+        outgoing.send(b"")
         frames = incoming.recv_multipart(copy=False)
         microbatch = decoder.decode(frames[0].buffer)
         result = MicrobatchResult(microbatch.epoch, microbatch.number, [1] * microbatch.num_rows, [], [])
@@ -204,7 +215,7 @@ def main() -> None:
             if isinstance(order, Leave):
                 break
             if isinstance(order, Echo):
-                _echo(config, links, order.num_messages)
+                _echo(config, links, order.num_messages, measurer.empty_caches)
             else:
                 write_message(answer_fd, msgspec.msgpack.encode(measurer.measure(order)))
     except Exception as error:
