@@ -102,6 +102,16 @@ def test_an_estimate_from_shapes_has_the_ratios_of_the_matrices() -> None:
     assert attending.layers_s[0] > costs.layers_s[0] and attending.head_s == costs.head_s
 
 
+def test_a_window_bounds_what_a_layer_reads_and_makes_it_of_another_kind() -> None:
+    plain = _checkpoint(["BF16"] * 3)
+    checkpoint = msgspec.structs.replace(plain, spec=msgspec.structs.replace(plain.spec, layer_windows=(8, None, 2000)))
+    sizes = item_bytes(checkpoint, 2, False, [0, 5, 7])
+    assert [size - sizes.layers[0] for size in sizes.layers] == [0, 5, 7]
+    costs = analytic_costs(checkpoint, PlannedMicrobatch(4096, 1000), item_bytes(checkpoint, 2, False, 0), 16)
+    assert costs.layers_s[0] < costs.layers_s[1] == costs.layers_s[2]
+    assert len(set(layer_kinds(checkpoint))) == 3
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

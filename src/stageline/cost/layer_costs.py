@@ -106,22 +106,24 @@ def _speed(stage: StageItemTimes, kinds: Sequence[int], kind_s: dict[int, float]
     return 1.0 if abs(speed - 1.0) <= _SAME_SPEED_FRACTION else speed
 
 
-def item_bytes(checkpoint: Checkpoint, itemsize: int, keeps_quantized: bool, kv_bytes_per_layer: int) -> ItemBytes:
+def item_bytes(
+    checkpoint: Checkpoint, itemsize: int, keeps_quantized: bool, kv_bytes_per_layer: int | Sequence[int]
+) -> ItemBytes:
     """What each item takes in a stage's memory.
 
     Args:
         itemsize: bytes of a number in the compute dtype.
-        kv_bytes_per_layer: KV cache that the plan needs for one layer.
+        kv_bytes_per_layer: KV cache that the plan needs for every layer, or for each.
     """
+    num_layers = checkpoint.spec.num_layers
+    kv_bytes = [kv_bytes_per_layer] * num_layers if isinstance(kv_bytes_per_layer, int) else kv_bytes_per_layer
 
     def weights(layers: range, is_first: bool = False, is_last: bool = False) -> int:
         return stage_weight_bytes(checkpoint, layers, is_first, is_last, itemsize, keeps_quantized)
 
     return ItemBytes(
         embedding=weights(range(0), is_first=True),
-        layers=tuple(
-            weights(range(layer, layer + 1)) + kv_bytes_per_layer for layer in range(checkpoint.spec.num_layers)
-        ),
+        layers=tuple(weights(range(layer, layer + 1)) + kv_bytes[layer] for layer in range(num_layers)),
         head=weights(range(0), is_last=True),
     )
 

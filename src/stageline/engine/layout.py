@@ -20,7 +20,7 @@ from stageline.engine.startup_table import format_startup_table
 from stageline.errors import ConfigError
 from stageline.executor.messages import StageLoaded
 from stageline.kv.kv_plan import KVCacheMemory, KVPlan, WindowNeed, parse_kv_cache_memory, plan_kv_cache
-from stageline.kv.kv_size import kept_window, kv_bytes_by_kind, kv_bytes_per_token, window_share
+from stageline.kv.kv_size import kept_window, kv_bytes_by_kind, kv_bytes_per_layer, window_share
 from stageline.pipeline.microbatch import MicrobatchLimits
 from stageline.pipeline.partition import StageLayers
 from stageline.pipeline.partition_by_cost import ItemBytes, StageRoom
@@ -117,7 +117,9 @@ class LayoutRules:
     def needed_bytes(self, layout: Layout) -> ItemBytes:
         """Memory of every item, with the least KV cache that will do."""
         itemsize = ITEMSIZE[layout.reports[0].dtype]
-        kv_bytes = self._needed_tokens(layout) * kv_bytes_per_token(self.checkpoint.spec, 1, itemsize)
+        spec, chunks = self.checkpoint.spec, 2 * self.config.max_num_batched_tokens
+        window = kept_window(spec, self._max_model_len)
+        kv_bytes = kv_bytes_per_layer(spec, self._needed_tokens(layout), itemsize, window, chunks)
         return item_bytes(self.checkpoint, itemsize, self.config.quantization != "none", kv_bytes)
 
     def limits(self, layout: Layout) -> MicrobatchLimits:

@@ -23,7 +23,7 @@ from stageline.cost.layer_costs import (
 )
 from stageline.cost.profile import ProfileKey, load_profile, profile_key
 from stageline.executor.executor import CalibrationPlan
-from stageline.kv.kv_size import kv_bytes_per_token
+from stageline.kv.kv_size import kept_window, kv_bytes_per_layer, kv_bytes_per_token
 from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
 from stageline.pipeline.partition import StageLayers, partition_layers, stages_of
 from stageline.pipeline.partition_by_cost import (
@@ -103,9 +103,12 @@ def planned_microbatch(
 def planned_bytes(config: EngineConfig, checkpoint: Checkpoint, planned: PlannedMicrobatch) -> ItemBytes:
     """Memory of every item, with the KV cache for what is planned."""
     itemsize = _itemsize(config, checkpoint)
-    num_tokens = planned.num_rows * config.pipeline_parallel_size * (planned.context_tokens + 1)
-    kv_bytes = num_tokens * kv_bytes_per_token(checkpoint.spec, 1, itemsize)
-    return item_bytes(checkpoint, itemsize, config.quantization != "none", kv_bytes)
+    spec, num_requests = checkpoint.spec, planned.num_rows * config.pipeline_parallel_size
+    window = kept_window(spec, config.max_model_len or spec.max_position_embeddings)
+    kv_bytes = kv_bytes_per_layer(spec, planned.context_tokens + 1, itemsize, window, config.block_size)
+    return item_bytes(
+        checkpoint, itemsize, config.quantization != "none", [num_requests * num_bytes for num_bytes in kv_bytes]
+    )
 
 
 def profile_key_of(config: EngineConfig, checkpoint: Checkpoint) -> ProfileKey:

@@ -28,6 +28,22 @@ def kv_bytes_by_kind(spec: ModelSpec, layers: range, itemsize_bytes: int, window
     return (len(layers) - num_windowed) * per_layer, num_windowed * per_layer
 
 
+def kv_bytes_per_layer(
+    spec: ModelSpec, num_tokens: int, itemsize_bytes: int, window: int | None, beyond_window_tokens: int = 0
+) -> list[int]:
+    """Bytes of one request's tokens in each layer.
+
+    Args:
+        window: as `kept_window` gives it.
+        beyond_window_tokens: that a layer with a window holds besides, while a prompt is computed.
+    """
+    per_token = kv_bytes_per_token(spec, 1, itemsize_bytes)
+    in_window = num_tokens if window is None else min(num_tokens, window + beyond_window_tokens)
+    return [
+        per_token * (num_tokens if spec.window_of(layer) is None else in_window) for layer in range(spec.num_layers)
+    ]
+
+
 def kv_bytes_per_token(spec: ModelSpec, num_layers: int, itemsize_bytes: int) -> int:
     """Bytes one token's keys and values take in the caches of `num_layers` layers.
 
