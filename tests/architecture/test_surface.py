@@ -20,13 +20,12 @@ def _words(text: str) -> list[str]:
 PUBLIC_NAMES = ["LLM", "AsyncLLM", "SamplingParams", "StagelineError", "StructuredOutputs", "__version__"]
 
 ENGINE_FLAGS = _words("""
-    --activation-dtype --bind-cores --block-size --chat-template --device --distributed-executor-backend --dtype --enable-prefix-caching
-    --heartbeat-timeout-s --kv-cache-memory --load-timeout-s --long-prefill-token-threshold --look-ahead
-    --max-decode-slowdown --no-look-ahead
-    --max-microbatches-in-flight --max-model-len --max-num-batched-tokens --max-num-seqs --max-queue --no-bind-cores
-    --no-enable-prefix-caching --no-rebalance --pipeline-parallel-size --pp-layer-partition --prefill-chunk
-    --progress-timeout-s --quantization --rebalance --rebalance-gain --rebalance-patience-s --seed --tensor-parallel-size
-    --threads-per-stage --tokenizer -pp -tp
+    --activation-dtype --bind-cores --block-size --chat-template --device --distributed-executor-backend --dtype
+    --enable-prefix-caching --heartbeat-timeout-s --kv-cache-memory --load-timeout-s --long-prefill-token-threshold
+    --look-ahead --max-decode-slowdown --no-look-ahead --max-microbatches-in-flight --max-model-len
+    --max-num-batched-tokens --max-num-seqs --max-queue --no-bind-cores --no-enable-prefix-caching --no-rebalance
+    --pipeline-parallel-size --pp-layer-partition --prefill-chunk --progress-timeout-s --quantization --rebalance
+    --rebalance-gain --rebalance-patience-s --seed --tensor-parallel-size --threads-per-stage --tokenizer -pp -tp
 """)
 
 SAMPLING_FLAGS = _words("""
@@ -41,10 +40,10 @@ OWN_FLAGS = {
     "chat": sorted({*SAMPLING_FLAGS, "--system"} - {"--n", "--logprobs", "--prompt-logprobs"}),
     "serve": _words("""
         --allowed-origins --api-key --api-key-file --api-server-count --cluster-key-file --disable-log-requests
-        --drain-timeout-s --enable-request-id-headers --headless --host --insecure --join-timeout --join-timeout-s
-        --keep-alive-timeout-s --master-addr --master-port --max-body-bytes --max-connections --max-header-bytes
-        --nnodes --no-disable-log-requests --no-enable-request-id-headers --no-headless --no-insecure --no-warmup
-        --node-address --node-rank --on-worker-lost --port --port-range --read-timeout-s --reasoning-parser
+        --drain-timeout-s --enable-request-id-headers --headless --host --insecure --interface --join-timeout
+        --join-timeout-s --keep-alive-timeout-s --master-addr --master-port --max-body-bytes --max-connections
+        --max-header-bytes --nnodes --no-disable-log-requests --no-enable-request-id-headers --no-headless --no-insecure
+        --no-warmup --node-address --node-rank --on-worker-lost --port --port-range --read-timeout-s --reasoning-parser
         --request-timeout-s --root-path --served-model-name --ssl-certfile --ssl-keyfile --stages --tool-call-parser
         --warmup --write-timeout-s
     """),
@@ -88,7 +87,7 @@ WITHOUT_ENGINE_FLAGS = {
         --timeout-s
     """),
     "join": _words("""
-        --bind-cores --cluster-key-file --insecure --join-timeout --join-timeout-s --model --no-bind-cores
+        --bind-cores --cluster-key-file --insecure --interface --join-timeout --join-timeout-s --model --no-bind-cores
         --node-address --node-rank --port-range --stages
     """),
     "key new": ["--out"],

@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from stageline.links.key_file import read_key
+from stageline.links.keys import ClusterKey, LinkSecurity
+from stageline.links.sockets import Links
 from tests.cluster.conftest import write_key
-from tests.cluster.machines import Machines, Node, machines
+from tests.cluster.machines import PORT, Machines, Node, machines
 from tests.cluster.network import Network
+from tests.hostile_frames import Enemy
 from tests.server.served import DEADLINE_S
 from tests.tiny_models import TinyModel
 
@@ -115,6 +121,26 @@ def test_a_node_that_does_not_fit_is_refused_on_both_sides_and_nobody_else_notic
         assert f"was refused at the step `{step}`" in cluster.head.log
     assert "refused 10.77.0.2" in cluster.head.log
     assert several.get(cluster.head, "/health")[0] == 200
+
+
+def test_who_has_no_key_or_talks_nonsense_with_it_disturbs_nobody(cluster: Cluster) -> None:
+    network, seen, answer = cluster.several.network, len(cluster.head.lines), cluster.chat()
+    head, neighbour = cluster.several.head_address, f"{network.address(2)}:{PORT + 1}"
+    enemy = Enemy(seed=2)
+    own_key = read_key(str(cluster.several.key_file), "the key")
+    with network.inside(1), ExitStack() as stack:
+        for key, addresses in ((ClusterKey.new(), (head, neighbour)), (own_key, (head,))):
+            links = Links(LinkSecurity(key))
+            stack.callback(links.close, linger_s=2)
+            callers = [links.caller(f"tcp://{address}") for address in addresses]
+            for number in range(2000):
+                callers[number % len(callers)].send(enemy.control_frame()[1])
+        for number in range(100):
+            host, _, port = (head, neighbour)[number % 2].partition(":")
+            with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as stranger:
+                stranger.sendall(enemy.control_frame()[1])
+    assert cluster.chat() == answer
+    assert not any("was lost" in line for line in cluster.head.lines[seen:]), cluster.head.log
 
 
 def test_another_model_and_too_many_stages_are_refused(several: Machines, tmp_path: Path) -> None:
