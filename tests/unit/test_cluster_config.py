@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 
 from stageline.cli.join import add_parser, run
 from stageline.cli.main import build_parser
+from stageline.cluster.ports import HeldPort
 from stageline.cluster.start import check_head, link_access
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
@@ -17,6 +19,7 @@ from stageline.config.flags import cluster_config_from_args
 from stageline.errors import ConfigError
 from stageline.executor.messages import LinkAccess
 from stageline.links.keys import ClusterKey
+from stageline.links.sockets import Links
 
 HEAD = {"master_addr": "127.0.0.1", "nnodes": 2}
 
@@ -57,6 +60,27 @@ def test_a_head_that_could_not_run_is_refused(
     with pytest.raises(ConfigError) as caught:
         check_head(EngineConfig(model="m", **engine), ClusterConfig(**cluster).check(), LinkAccess())
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_port_that_is_in_use_is_refused_and_a_range_is_searched_for_a_free_one() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cluster = ClusterConfig(**HEAD, master_port=port).check()
+        with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use.*--master-port"):
+            check_head(EngineConfig(model="m", pipeline_parallel_size=2), cluster, LinkAccess())
+        with pytest.raises(ConfigError, match="--port-range"):
+            HeldPort("127.0.0.1", range(port, port + 1))
+    first = HeldPort("127.0.0.1", range(port, port + 1))
+    # Held, and not listened on: another machine's agent passes it by, a stage's socket may have it.
+    second = HeldPort("127.0.0.1", range(port, port + 50))
+    assert second.address.port > port
+    links = Links()
+    links.receiver(first.address.url)
+    links.close()
+    first.close()
+    second.close()
 
 
 def test_tensor_parallelism_is_accepted_as_far_as_it_is_there() -> None:
