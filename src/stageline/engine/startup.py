@@ -21,6 +21,7 @@ from stageline.engine.partitioning import PartitionChoice, choose_partition
 from stageline.engine.rebalance import RebalancePolicy
 from stageline.engine.startup_table import count_stages
 from stageline.errors import ConfigError
+from stageline.executor.executor import Executor, OnProgress
 from stageline.executor.in_process import InProcessExecutor
 from stageline.executor.messages import StageLoaded
 from stageline.executor.multi_process import MultiProcessExecutor
@@ -31,7 +32,6 @@ from stageline.grammar.mask_pool import MaskPool
 from stageline.kv.kv_cache_manager import KVCacheManager
 from stageline.kv.kv_plan import KVPlan, parse_kv_cache_memory
 from stageline.links.wakeup import Wakeup
-from stageline.executor.executor import Executor, OnProgress
 from stageline.pipeline.partition import StageLayers
 from stageline.scheduler.limits import SchedulerLimits
 from stageline.scheduler.scheduler import Scheduler
