@@ -32,11 +32,11 @@ _NUM_STEPS = 100
 _PROMPT_TOKENS, _BLOCK_SIZE, _MAX_LEN = 128, 16, 1024
 
 
-class _RealTime(VirtualClock):
-    """The operating system's clock, which nobody moves."""
+class _OwnTime(VirtualClock):
+    """This thread's own time on a core, whatever else the host does; nobody moves it."""
 
     def now_s(self) -> float:
-        return time.perf_counter()
+        return time.thread_time()
 
     def advance_to(self, time_s: float) -> None:
         """Time passes by itself."""
@@ -57,7 +57,7 @@ class _InstantStages(SimulatedExecutor):
     def wait(self, until_s: float | None = None) -> MicrobatchResult | None:
         result = super().wait(until_s)
         self._flush()
-        self.answered_s = time.perf_counter()
+        self.answered_s = time.thread_time()
         return result
 
 
@@ -83,11 +83,11 @@ def measure_engine() -> EngineCosts:
 
 def _parts_s(num_rows: int) -> tuple[float, float, float]:
     """Of steady decodes: launching, what comes between a result and the launch, and what comes after it."""
-    executor = _InstantStages(_RealTime())
+    executor = _InstantStages(_OwnTime())
     num_blocks = num_rows * _MAX_LEN // _BLOCK_SIZE
     executor.allocate(MicrobatchLimits(num_blocks, _BLOCK_SIZE, 1 << 31, num_rows, 4096, _MAX_LEN))
     limits = SchedulerLimits(1, 1, num_rows, 4096, _MAX_LEN)
-    core = EngineCore(executor, Scheduler(KVCacheManager(num_blocks, _BLOCK_SIZE, True), limits), _RealTime())
+    core = EngineCore(executor, Scheduler(KVCacheManager(num_blocks, _BLOCK_SIZE, True), limits), _OwnTime())
     for number in range(num_rows):
         core.add(_request(number))
     parts: dict[str, list[float]] = defaultdict(list)
@@ -95,7 +95,7 @@ def _parts_s(num_rows: int) -> tuple[float, float, float]:
     for _ in range(_NUM_STEPS):
         executor.answers_after(flush)
         core.step()
-        end_s = time.perf_counter()
+        end_s = time.thread_time()
         span = core.recorder.spans(most=1)[0]
         if span.num_rows == num_rows == span.num_tokens:
             parts["launch"].append(span.duration_s)
