@@ -127,9 +127,9 @@ def _layers_to_time(layer_bytes: float, head_bytes: float, num_layers: int, num_
     return max(1, min(wanted, num_most, num_layers - 1))
 
 
-def _lower_quartile(times_s: list[float]) -> float:
+def _lower_decile(times_s: list[float]) -> float:
     """What disturbed a message was somebody else."""
-    return sorted(times_s)[len(times_s) // 4]
+    return sorted(times_s)[len(times_s) // 10]
 
 
 class _Orders:
@@ -254,7 +254,7 @@ class _Processes:
         _, large_s = self._round_trips(outgoing.send_multipart, decoder, [bytes(_LARGE_BYTES)])
         transfer_s = max(_LARGE_BYTES / _FASTEST_BYTES_PER_S, large_s - small_s)
         # After the send come two ways and the answer in between: half of it each.
-        return MessageCosts(small_send_s, (small_s - small_send_s) / 2, _LARGE_BYTES / transfer_s)
+        return MessageCosts(small_send_s, max(0.0, small_s - small_send_s) / 2, _LARGE_BYTES / transfer_s)
 
     def _round_trips(
         self, send: Callable[..., object], decoder: MessageDecoder[MicrobatchResult], further: list[bytes]
@@ -266,12 +266,12 @@ class _Processes:
         for _ in range(_NUM_MESSAGES):
             self._answers.recv()  # the other side has emptied its caches, and waits
             flush()
-            start_s = time.perf_counter()
+            start_s, own_start_s = time.perf_counter(), time.thread_time()
             send([encode_message(microbatch), *further], copy=False)
-            sends_s.append(time.perf_counter() - start_s)
+            sends_s.append(time.thread_time() - own_start_s)
             decoder.decode(self._answers.recv())
             trips_s.append(time.perf_counter() - start_s)
-        return _lower_quartile(sends_s), _lower_quartile(trips_s)
+        return _lower_decile(sends_s), _lower_decile(trips_s)
 
     def _send(self, child: ChildProcess, order: Order) -> None:
         child.send(msgspec.msgpack.encode(order))
