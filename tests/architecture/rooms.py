@@ -29,10 +29,11 @@ IMPORTS: dict[str, set[str]] = {
     "cli": {"planner", "engine", "server", "cluster", "links", "loadgen", "cost", "pipeline"},
     "kernels": {"pipeline"},
     "attention": {"kernels", "pipeline"},
-    "layers": {"attention", "kernels", "pipeline"},
-    "models": {"layers", "attention", "kernels", "pipeline"},
+    "parallel": {"kernels", "pipeline"},
+    "layers": {"attention", "kernels", "parallel", "pipeline"},
+    "models": {"layers", "attention", "kernels", "parallel", "pipeline"},
     "weights": {"layers", "kernels", "pipeline"},
-    "worker": {"models", "weights", "layers", "attention", "kernels", "pipeline", "links"},
+    "worker": {"models", "weights", "layers", "attention", "kernels", "parallel", "pipeline", "links"},
     "__init__": {"engine"},
     "__main__": {"cli"},
 }
@@ -48,4 +49,4 @@ EXCEPTIONS = {
 # The executor reaches the worker from inside a function only, so the engine's process never loads torch.
 LAZY_IMPORTS = {("executor", "worker")}
 
-TORCH_ROOMS = {"kernels", "attention", "layers", "models", "weights", "worker"}
+TORCH_ROOMS = {"kernels", "parallel", "attention", "layers", "models", "weights", "worker"}

@@ -23,6 +23,8 @@ class TensorEntry(msgspec.Struct, frozen=True):
         rope_permuted_heads: a number of heads if its rows are interleaved for RoPE pair by pair, head by head, as GGUF
             files of the llama architecture store q and k; 0 if they are in halves.
         rope_permuted_dim: the leading rows of each head that are; 0 for all.
+        run_bytes, stride_bytes: of a tensor's columns, the bytes of each row that are meant, and of the whole row; 0
+            and 0 for bytes that lie side by side.
         parts: of a quantised matrix, the tensors that say its numbers together ("numbers", "scales", "zeros",
             "groups"); then `encoding` is a word for people, and `num_bytes` is of all parts.
         quantization: how they say them.
@@ -39,6 +41,8 @@ class TensorEntry(msgspec.Struct, frozen=True):
     parts: dict[str, TensorEntry] = {}
     quantization: Quantization | None = None
     rope_permuted_dim: int = 0
+    run_bytes: int = 0
+    stride_bytes: int = 0
 
     @property
     def num_elements(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stageline.kernels import experts, gemm, latent, quantized
+from stageline.kernels import experts, gemm, latent, quantized, ranks
 from stageline.kernels.program import Argument, Kernel, result
 from stageline.kernels.quantized import QuantizedKernels
 
@@ -38,11 +38,12 @@ _SIGNATURES: dict[str, list[Argument]] = {
     **gemm.SIGNATURES,
     **experts.SIGNATURES,
     **latent.SIGNATURES,
+    **ranks.SIGNATURES,
 }
 _RECORDABLE = (
     "rms_norm", "activate_and_mul", "add", "scale", "normalize_heads", "rotate_and_store", "attention",
     *quantized.RECORDABLE, *gemm.RECORDABLE, *experts.RECORDABLE,
-    *latent.RECORDABLE,
+    *latent.RECORDABLE, *ranks.RECORDABLE,
 )  # fmt: skip
 
 
@@ -92,6 +93,7 @@ class CpuKernels:
         self.gemm = gemm.Gemm(functions)
         self.experts = experts.ExpertKernels(functions)
         self.latent = latent.LatentKernels(functions)
+        self.ranks = ranks.RankKernels(functions)
         self._attention = functions["attention"]
         self.quantized = QuantizedKernels(*(functions[name] for name in quantized.SIGNATURES))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from stageline import kernels
+from stageline.parallel.tensor_parallel import TensorParallel
 
 
 class RMSNorm:
@@ -65,6 +66,30 @@ class QueryKeyNorm:
         normed_queries = _rms_norm(qkv[:, :query_size], query_weight, self._eps)
         normed_keys = _rms_norm(qkv[:, query_size:end], key_weight, self._eps)
         return torch.cat((normed_queries, normed_keys, qkv[:, end:]), dim=1)
+
+
+class SharedQueryKeyNorm(QueryKeyNorm):
+    """The norm of all heads together, of which this rank has some, and of the weights those of its heads.
+
+    Args:
+        ranks: all have equally many heads, but may have copies of the same keys.
+    """
+
+    def __init__(
+        self, query_weight: torch.Tensor, key_weight: torch.Tensor, eps: float, ranks: TensorParallel
+    ) -> None:
+        super().__init__(query_weight, key_weight, eps)
+        self._ranks = ranks
+
+    def __call__(self, qkv: torch.Tensor, query_size: int, key_size: int) -> torch.Tensor:
+        end = query_size + key_size
+        queries, keys, rest = qkv[:, :query_size].float(), qkv[:, query_size:end].float(), qkv[:, end:]
+        own = torch.stack((queries.square().mean(-1), keys.square().mean(-1)), dim=1)
+        # Copies are equally many of each, so they do not change the mean.
+        inverse_rms = (self._ranks.all_reduce(own) / self._ranks.size + self._eps).rsqrt_()
+        normed_queries = (queries * inverse_rms[:, :1]).to(qkv.dtype).mul_(self._query_weight)
+        normed_keys = (keys * inverse_rms[:, 1:]).to(qkv.dtype).mul_(self._key_weight)
+        return torch.cat((normed_queries, normed_keys, rest), dim=1)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

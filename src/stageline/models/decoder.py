@@ -8,9 +8,11 @@ import torch
 
 from stageline.attention.backend import AttentionBackend, AttentionMetadata, LayerCache
 from stageline.checkpoint.model_spec import ModelSpec
+from stageline.checkpoint.tensor_shards import rank_spec
 from stageline.models.family import WeightReader
 from stageline.models.recorded_blocks import RecordedBlocks, record_blocks
 from stageline.models.registry import load_family
+from stageline.parallel.tensor_parallel import ALONE, TensorParallel
 
 
 class DecoderStage:
@@ -18,14 +20,23 @@ class DecoderStage:
 
     Args:
         layers: which layers, half-open; only their weights are read.
+        reader: gives this rank's part of each weight.
         max_model_len: tokens; the longest sequence.
+        ranks: that share these layers; all of them do the same with the same inputs.
     Raises: CheckpointError if a weight is missing or misshapen, or the family is unknown.
     """
 
     def __init__(
-        self, spec: ModelSpec, layers: range, reader: WeightReader, backend: AttentionBackend, max_model_len: int
+        self,
+        spec: ModelSpec,
+        layers: range,
+        reader: WeightReader,
+        backend: AttentionBackend,
+        max_model_len: int,
+        ranks: TensorParallel = ALONE,
     ) -> None:
-        family = self._family = load_family(spec.family)(spec, reader, backend, max_model_len)
+        own_spec = rank_spec(spec, ranks.size)
+        family = self._family = load_family(spec.family)(own_spec, reader, backend, max_model_len, ranks)
         self.is_first = layers.start == 0
         self.is_last = layers.stop == spec.num_layers
         self._embedding = family.embedding() if self.is_first else None

@@ -13,6 +13,7 @@ from stageline.models.family import WeightReader
 from stageline.models.llama import MLP, LlamaFamily
 from stageline.models.read_experts import ExpertNames, read_moe
 from stageline.models.read_linear import read_linear
+from stageline.parallel.tensor_parallel import ALONE, TensorParallel
 
 NAMES = ExpertNames(shared="shared_experts")
 
@@ -20,8 +21,15 @@ NAMES = ExpertNames(shared="shared_experts")
 class DeepseekFamily(LlamaFamily):
     """See `stageline.models.family`."""
 
-    def __init__(self, spec: ModelSpec, reader: WeightReader, backend: AttentionBackend, max_model_len: int) -> None:
-        super().__init__(spec, reader, backend, max_model_len)
+    def __init__(
+        self,
+        spec: ModelSpec,
+        reader: WeightReader,
+        backend: AttentionBackend,
+        max_model_len: int,
+        ranks: TensorParallel = ALONE,
+    ) -> None:
+        super().__init__(spec, reader, backend, max_model_len, ranks)
         assert spec.mla is not None and spec.attention_scale is not None
         self._mla: MlaSpec = spec.mla
         self._scale: float = spec.attention_scale

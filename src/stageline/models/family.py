@@ -3,6 +3,9 @@
 Parts read their weights when they are built: `reader.read(name, shape)` gives the tensor in the compute dtype on the
 stage's device, or raises CheckpointError naming the tensor. So a stage that builds only its own layers reads only their
 bytes. One `Family` object belongs to one stage, so what its parts share (rotary tables, a tied matrix) lives in it.
+
+Where ranks share each layer, the spec and the reader are of the rank's smaller model, and `ranks` makes what it computes
+whole again: LlamaFamily does it where embedding, attention, MLP and head end.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch
 from stageline.attention.backend import AttentionBackend, AttentionMetadata, LayerCache
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.kernels.quantized import QuantizedMatrix
+from stageline.parallel.tensor_parallel import ALONE, TensorParallel
 
 
 class WeightReader(Protocol):
@@ -83,7 +87,12 @@ class FamilyType(Protocol):
     """What a family's module calls FAMILY: makes the object that builds one stage's parts."""
 
     def __call__(
-        self, spec: ModelSpec, reader: WeightReader, backend: AttentionBackend, max_model_len: int
+        self,
+        spec: ModelSpec,
+        reader: WeightReader,
+        backend: AttentionBackend,
+        max_model_len: int,
+        ranks: TensorParallel = ALONE,
     ) -> Family: ...
 
 

@@ -19,10 +19,10 @@ class GemmaFamily(LlamaFamily):
         prefix = f"model.layers.{layer_index}"
         return SandwichBlock(
             before_attention=self.norm(f"{prefix}.input_layernorm"),
-            attention=self.attention(layer_index),
+            attention=self.whole(self.attention(layer_index)),
             after_attention=self.norm(f"{prefix}.post_attention_layernorm"),
             before_mlp=self.norm(f"{prefix}.pre_feedforward_layernorm"),
-            mlp=self.mlp(layer_index),
+            mlp=self.whole(self.mlp(layer_index)),
             after_mlp=self.norm(f"{prefix}.post_feedforward_layernorm"),
         )
 

@@ -16,10 +16,10 @@ class Glm4Family(LlamaFamily):
         prefix = f"model.layers.{layer_index}"
         return SandwichBlock(
             before_attention=self.norm(f"{prefix}.input_layernorm"),
-            attention=self.attention(layer_index),
+            attention=self.whole(self.attention(layer_index)),
             after_attention=self.norm(f"{prefix}.post_self_attn_layernorm"),
             before_mlp=self.norm(f"{prefix}.post_attention_layernorm"),
-            mlp=self.mlp(layer_index),
+            mlp=self.whole(self.mlp(layer_index)),
             after_mlp=self.norm(f"{prefix}.post_mlp_layernorm"),
         )
 

@@ -7,11 +7,13 @@ Other families build on this one and replace what they have otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 
 from stageline.attention.backend import AttentionBackend, AttentionMetadata, LayerCache
 from stageline.checkpoint.model_spec import ModelSpec, RopeSpec
+from stageline.checkpoint.tensor_shards import vocabulary_of
 from stageline.layers.attention import Attention, AttentionShape
 from stageline.layers.embedding import LMHead, TokenEmbedding
 from stageline.layers.linear import GatedLinear, Linear
@@ -19,8 +21,10 @@ from stageline.layers.norm import QueryKeyNorm, RMSNorm
 from stageline.layers.quantized_linear import QuantizedEmbedding
 from stageline.layers.residual import scale_
 from stageline.layers.rotary import Rotary
-from stageline.models.family import Block, WeightReader
+from stageline.layers.shared_vocabulary import SharedEmbedding, SharedProjection
+from stageline.models.family import Block, Embedding, WeightReader
 from stageline.models.read_linear import read_embedding, read_fused_linear, read_gated_linear, read_linear
+from stageline.parallel.tensor_parallel import ALONE, TensorParallel
 
 _EMBEDDING_NAME = "model.embed_tokens.weight"
 
@@ -30,42 +34,66 @@ MLP = Callable[[torch.Tensor], torch.Tensor]
 SelfAttention = Callable[[torch.Tensor, AttentionMetadata, LayerCache], torch.Tensor]
 """The same, with a microbatch's metadata and the layer's cache."""
 
+Sublayer = TypeVar("Sublayer", bound=Callable[..., torch.Tensor])
+
 
 class LlamaFamily:
     """Builds Llama's parts; see `stageline.models.family`."""
 
-    def __init__(self, spec: ModelSpec, reader: WeightReader, backend: AttentionBackend, max_model_len: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        reader: WeightReader,
+        backend: AttentionBackend,
+        max_model_len: int,
+        ranks: TensorParallel = ALONE,
+    ) -> None:
         self.spec = spec
+        self.ranks = ranks
         self.reader = reader
         self.backend = backend
         self._max_model_len = max_model_len
         self._rotaries: dict[RopeSpec, Rotary] = {}
         self._embedding: TokenEmbedding | QuantizedEmbedding | None = None
+        self._vocabulary = vocabulary_of(spec.vocab_size, ranks.rank, ranks.size)
 
-    def embedding(self) -> TokenEmbedding | QuantizedEmbedding:
+    def embedding(self) -> Embedding:
+        own = self._own_embedding()
+        return own if self.ranks.size == 1 else SharedEmbedding(own, self._vocabulary, self.ranks)
+
+    def _own_embedding(self) -> TokenEmbedding | QuantizedEmbedding:
         if self._embedding is None:
-            spec = self.spec
+            spec, num_tokens = self.spec, len(self._vocabulary)
             self._embedding = read_embedding(
-                self.reader, _EMBEDDING_NAME, spec.vocab_size, spec.hidden_size, spec.embedding_scale
+                self.reader, _EMBEDDING_NAME, num_tokens, spec.hidden_size, spec.embedding_scale
             )
         return self._embedding
+
+    def whole(self, sublayer: Sublayer) -> Sublayer:
+        """An attention or MLP of which every rank has a part, with the sum over ranks behind it."""
+        if self.ranks.size == 1:
+            return sublayer
+        all_reduce = self.ranks.all_reduce
+        return cast("Sublayer", lambda *inputs: all_reduce(sublayer(*inputs)))
 
     def block(self, layer_index: int) -> Block:
         prefix = f"model.layers.{layer_index}"
         return LlamaBlock(
             input_norm=self.norm(f"{prefix}.input_layernorm"),
-            attention=self.attention(layer_index),
+            attention=self.whole(self.attention(layer_index)),
             post_attention_norm=self.norm(f"{prefix}.post_attention_layernorm"),
-            mlp=self.mlp(layer_index),
+            mlp=self.whole(self.mlp(layer_index)),
             residual_scale=self.spec.residual_scale,
         )
 
     def head(self) -> LMHead:
         spec = self.spec
         if spec.tie_word_embeddings:
-            projection = self.embedding().as_projection()
+            projection = self._own_embedding().as_projection()
         else:
-            projection = read_linear(self.reader, "lm_head", spec.vocab_size, spec.hidden_size)
+            projection = read_linear(self.reader, "lm_head", len(self._vocabulary), spec.hidden_size)
+        if self.ranks.size > 1:
+            projection = SharedProjection(projection, self._vocabulary, spec.vocab_size, self.ranks)
         return LMHead(self.norm("model.norm"), projection, spec.logit_scale, spec.logit_cap)
 
     def norm(self, name: str) -> RMSNorm:

@@ -6,7 +6,7 @@ import torch
 
 from stageline.attention.backend import AttentionMetadata, LayerCache
 from stageline.layers.attention import AttentionShape
-from stageline.layers.norm import QueryKeyNorm, RMSNorm
+from stageline.layers.norm import QueryKeyNorm, RMSNorm, SharedQueryKeyNorm
 from stageline.layers.residual import add
 from stageline.models.family import Block
 from stageline.models.llama import MLP, LlamaFamily, SelfAttention
@@ -18,9 +18,9 @@ class Olmo2Family(LlamaFamily):
     def block(self, layer_index: int) -> Block:
         prefix = f"model.layers.{layer_index}"
         return Olmo2Block(
-            attention=self.attention(layer_index),
+            attention=self.whole(self.attention(layer_index)),
             after_attention=self.norm(f"{prefix}.post_attention_layernorm"),
-            mlp=self.mlp(layer_index),
+            mlp=self.whole(self.mlp(layer_index)),
             after_mlp=self.norm(f"{prefix}.post_feedforward_layernorm"),
         )
 
@@ -28,6 +28,8 @@ class Olmo2Family(LlamaFamily):
         query_size, key_size, _ = shape.qkv_sizes
         query_weight = self.norm_weight(f"{prefix}.q_norm", query_size)
         key_weight = self.norm_weight(f"{prefix}.k_norm", key_size)
+        if self.ranks.size > 1:
+            return SharedQueryKeyNorm(query_weight, key_weight, self.spec.rms_norm_eps, self.ranks)
         return QueryKeyNorm(query_weight, key_weight, self.spec.rms_norm_eps)
 
 

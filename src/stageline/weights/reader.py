@@ -76,11 +76,11 @@ class CheckpointReader:
         Returns: the tensor, in the compute dtype on the device.
         Raises: CheckpointError if it is missing, of another shape, of an unsupported type, or cut off.
         """
-        return self._read(self._entry(name, shape), self._dtype)
+        return self.read_entry(self.entry(name, shape), self._dtype)
 
     def read_float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """As `read`, but float32 whatever the compute dtype."""
-        return self._read(self._entry(name, shape), torch.float32)
+        return self.read_entry(self.entry(name, shape), torch.float32)
 
     def read_part(self, name: str, shape: tuple[int, ...], index: int) -> torch.Tensor:
         """One of the parts that lie one behind the other in a tensor, such as one expert's matrix.
@@ -90,7 +90,7 @@ class CheckpointReader:
             index: along its first dimension.
         Returns: as `read`, of shape[1:].
         """
-        return self._read(part_of(self._entry(name, shape), index), self._dtype)
+        return self.read_entry(part_of(self.entry(name, shape), index), self._dtype)
 
     def read_transposed_part(
         self, name: str, shape: tuple[int, int, int], index: int, runs: Sequence[slice]
@@ -99,31 +99,34 @@ class CheckpointReader:
 
         Returns: all may come as they are quantised in the checkpoint.
         """
-        part = part_of(self._entry(name, shape), index)
+        part = part_of(self.entry(name, shape), index)
         if self._keeps_quantized and can_stay_quantized(part):
             numbers, scales = (self._read_raw(part.parts[name]) for name in ("numbers", "scales"))
             kept = [pack_blocks(numbers[rows], scales[rows], self._packed_memory) for rows in runs]
             if all(matrix is not None for matrix in kept):
                 return [matrix for matrix in kept if matrix is not None]
-        transposed = self._read(part, self._dtype).T
+        transposed = self.read_entry(part, self._dtype).T
         return [transposed[rows].contiguous() for rows in runs]
 
     def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor | QuantizedMatrix:
         """As `read`, but a matrix whose type integer products can work on stays quantised if that was asked for."""
-        entry = self._entry(name, shape)
+        return self.read_matrix_entry(self.entry(name, shape))
+
+    def read_matrix_entry(self, entry: TensorEntry) -> torch.Tensor | QuantizedMatrix:
+        """As `read_matrix`, of what lies there."""
         if not self._keeps_quantized or not can_stay_quantized(entry):
-            return self.read(name, shape)
+            return self.read_entry(entry, self._dtype)
         if entry.parts:
             stored = {part: self._read_raw(of_part) for part, of_part in entry.parts.items()}
             kept = pack_parts(entry, stored, self._packed_memory)
-            return self.read(name, shape) if kept is None else kept
+            return self.read_entry(entry, self._dtype) if kept is None else kept
         data = torch.empty(entry.num_bytes, dtype=torch.uint8)
         self._read_directly(entry, data)
-        rows = data.view(shape[0], -1)
+        rows = data.view(entry.shape[0], -1)
         if entry.rope_permuted_heads:
             rows = undo_rope_interleaving(rows, entry.rope_permuted_heads, entry.rope_permuted_dim)
         packed = pack_matrix(rows, entry.encoding, self._packed_memory)
-        return self.read(name, shape) if packed is None else packed
+        return self.read_entry(entry, self._dtype) if packed is None else packed
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():
@@ -138,7 +141,8 @@ class CheckpointReader:
     ) -> None:
         self.close()
 
-    def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+    def entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+        """Where a tensor lies. Raises: CheckpointError, as `read`."""
         entry = self._checkpoint.tensors.get(name)
         if entry is None:
             raise self._missing(name)
@@ -154,7 +158,8 @@ class CheckpointReader:
             raise CheckpointError(f"{label} has {entry.shape[0]} rows, which {heads} heads of even size cannot share")
         return entry
 
-    def _read(self, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
+    def read_entry(self, entry: TensorEntry, dtype: torch.dtype) -> torch.Tensor:
+        """What lies there. Raises: CheckpointError if it is cut off."""
         if entry.parts:
             stored = {name: self._read_raw(part) for name, part in entry.parts.items()}
             tensor = dequantize(entry, stored).to(self._device, dtype)
@@ -201,11 +206,21 @@ class CheckpointReader:
 
     def _read_into(self, entry: TensorEntry, begin: int, data: torch.Tensor) -> None:
         """Fill `data`, uint8, from the tensor's bytes beginning at `begin`."""
+        if not entry.run_bytes:
+            return self._read_bytes(entry, entry.offset_bytes + begin, data)
+        while data.numel():
+            row, within = divmod(begin, entry.run_bytes)
+            part = data[: entry.run_bytes - within]
+            self._read_bytes(entry, entry.offset_bytes + row * entry.stride_bytes + within, part)
+            begin, data = begin + part.numel(), data[part.numel() :]
+
+    def _read_bytes(self, entry: TensorEntry, offset: int, data: torch.Tensor) -> None:
+        """From this place in its file."""
         view = data.numpy().data
         descriptor = self._descriptor(entry.file)
         done = 0
         while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], entry.offset_bytes + begin + done)
+            count = os.preadv(descriptor, [view[done:]], offset + done)
             if count == 0:
                 raise CheckpointError(
                     f"{entry.file} is truncated: tensor {_label(entry)} needs {entry.num_bytes} bytes up to byte "
