@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import socket
@@ -58,11 +57,20 @@ class Cluster:
                 )
         return answer.choices[0].message.content or ""
 
-    def wait_until_down(self, seen: int) -> None:
-        self.head.wait_for_line(r"was lost: .*the pipeline is started again", seen)
+    def lose(self, machine: int, how: str) -> None:
+        """Killed, as if switched off; stopped, as if it stood still; or unplugged."""
+        if how == "unplugged":
+            self.several.network.pull_out(machine)
+        else:
+            self.nodes[machine].hurt(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
-    def wait_until_back(self, seen: int) -> None:
-        self.head.wait_for_line("the pipeline is complete again", seen)
+    def bring_back(self, machine: int, how: str) -> None:
+        if how == "unplugged":
+            self.several.network.plug_in(machine)
+        elif how == "stopped":
+            self.nodes[machine].hurt(signal.SIGCONT)
+        else:
+            self.nodes[machine] = self.several.join(machine)
 
 
 @pytest.fixture(scope="module")
@@ -166,35 +174,25 @@ def test_a_wrong_place_is_told_in_one_line(several: Machines) -> None:
     assert open_door.finish() == 2 and "--cluster-key-file" in open_door.lines[-1]
 
 
-@pytest.mark.parametrize(("machine", "how"), [(2, "kill"), (2, "stand still"), (1, "cable")])
-def test_a_lost_machine_costs_its_requests_and_comes_back(cluster: Cluster, machine: int, how: str) -> None:
+@pytest.mark.parametrize("lost", [{2: "killed"}, {1: "unplugged", 2: "stopped"}], ids=["killed", "silent"])
+def test_lost_machines_cost_open_requests_and_come_back(cluster: Cluster, lost: dict[int, str]) -> None:
     before, seen = cluster.chat(), len(cluster.head.lines)
     with cluster.several.network.inside(0):
         stream = cluster.head.stream(400)
-    node = cluster.nodes[machine]
     began_s = time.monotonic()
-    if how == "kill":
-        node.hurt(signal.SIGKILL)
-    elif how == "stand still":
-        node.hurt(signal.SIGSTOP)
-    else:
-        cluster.several.network.pull_out(machine)
+    for machine, how in lost.items():
+        cluster.lose(machine, how)
     events = stream.read().decode()
     assert time.monotonic() - began_s < WRONG_START_S
     assert '"code":"not_ready"' in events and events.endswith("data: [DONE]\n\n")
-    cluster.wait_until_down(seen)
+    cluster.head.wait_for_line(r"was lost: .*the pipeline is started again", seen)
     with cluster.several.network.inside(0), httpx.Client() as client:
         url = f"http://127.0.0.1:{cluster.head.port}/v1/completions"
         refused = client.post(url, json={"model": cluster.several.model, "prompt": "a"})
     assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
-    if how == "kill":
-        cluster.nodes[machine] = cluster.several.join(machine)
-    elif how == "stand still":
-        for pid in [node.process.pid, *node.stage_pids()]:
-            os.kill(pid, signal.SIGCONT)
-    else:
-        cluster.several.network.plug_in(machine)
-    cluster.wait_until_back(seen)
+    for machine, how in lost.items():
+        cluster.bring_back(machine, how)
+    cluster.head.wait_for_line("the pipeline is complete again", seen)
     assert cluster.chat() == before
 
 
