@@ -25,7 +25,13 @@ from tests.unit.simulated_stages import VOCAB_SIZE, engine_request, expected_out
 BLOCK_SIZE = 4
 
 
-def make_engine(num_stages: int = 2, num_blocks: int = 1000, window: int | None = None, chunk: int | None = None, look_ahead=False):
+def make_engine(
+    num_stages: int = 2,
+    num_blocks: int = 1000,
+    window: int | None = None,
+    chunk: int | None = None,
+    look_ahead: bool = False,
+):
     kv = KVCacheManager(num_blocks, BLOCK_SIZE, True)
     limits = SchedulerLimits(
         num_stages=num_stages,
