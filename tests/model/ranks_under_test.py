@@ -14,11 +14,11 @@ from stageline import kernels
 from stageline.attention.select import select_backend
 from stageline.checkpoint import open_checkpoint
 from stageline.checkpoint.tensor_shards import RankCuts, rank_spec
-from stageline.kernels.ranks import shared_bytes
 from stageline.models.decoder import DecoderStage
 from stageline.parallel.shared_memory import SharedMemoryRanks
 from stageline.parallel.tensor_parallel import ALONE, TensorParallel
 from stageline.pipeline.microbatch import MicrobatchLimits
+from stageline.pipeline.rank_memory import shared_bytes
 from stageline.weights.reader import CheckpointReader
 from stageline.weights.shard import ShardedReader
 from stageline.worker.input_buffers import InputBuffers

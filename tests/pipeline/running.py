@@ -36,12 +36,15 @@ class StartedPipeline:
     vocab_size: int
 
 
-def start_stages(model: Path, num_stages: int, backend: str, partition: str | None = None) -> StartedPipeline:
+def start_stages(
+    model: Path, num_stages: int, backend: str, partition: str | None = None, ranks: str = "1"
+) -> StartedPipeline:
     checkpoint = open_checkpoint(str(model))
     parts = partition_layers(checkpoint.spec.num_layers, num_stages, partition)
     config = EngineConfig(
         model=str(model),
         pipeline_parallel_size=num_stages,
+        tensor_parallel_size=ranks,
         dtype="float32",
         device="cpu",
         distributed_executor_backend=backend,

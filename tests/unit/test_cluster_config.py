@@ -83,10 +83,26 @@ def test_a_port_that_is_in_use_is_refused_and_a_range_is_searched_for_a_free_one
     second.close()
 
 
-def test_tensor_parallelism_is_accepted_as_far_as_it_is_there() -> None:
-    EngineConfig(model="m", tensor_parallel_size=1).check()
-    with pytest.raises(ConfigError, match="--tensor-parallel-size is 2"):
-        EngineConfig(model="m", tensor_parallel_size=2).check()
+def test_ranks_are_given_for_all_stages_or_for_each() -> None:
+    assert EngineConfig(model="m", tensor_parallel_size=2).check().ranks_per_stage == (2,)
+    assert EngineConfig(model="m", pipeline_parallel_size=3, tensor_parallel_size="2,1,1").ranks_per_stage == (2, 1, 1)
+    assert EngineConfig(model="m", pipeline_parallel_size=3, tensor_parallel_size="2").ranks_per_stage == (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "others", "reason"),
+    [
+        ("2,1", {"pipeline_parallel_size": 3}, "has 2 numbers for 3 stages; give 1 or 3"),
+        ("0", {}, "give a number of at least 1"),
+        ("two", {}, "give a number of at least 1"),
+        ("2", {"distributed_executor_backend": "in_process"}, "in_process runs all in one process"),
+        ("2", {"pipeline_parallel_size": 2, "pp_layer_partition": "auto"}, "give --pp-layer-partition as numbers"),
+        ("2", {"pipeline_parallel_size": 2, "rebalance": True}, "leave --rebalance out"),
+    ],
+)
+def test_ranks_that_cannot_work_are_refused(sizes: str, others: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        EngineConfig(model="m", tensor_parallel_size=sizes, **others).check()
 
 
 def test_vllms_flags_are_understood() -> None:

@@ -5,9 +5,12 @@ The first stage adds the embedding; the last adds the final norm and the LM head
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
 from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES, PACKED_BLOCK_ELEMENTS
 from stageline.checkpoint.quantized_tensors import packed_block_bytes
+from stageline.checkpoint.tensor_shards import RankCuts
 
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.", "model.norm.", "lm_head."
 
@@ -26,18 +29,40 @@ def stage_tensor_names(checkpoint: Checkpoint, layers: range, is_first: bool, is
 
 
 def stage_weight_bytes(
-    checkpoint: Checkpoint, layers: range, is_first: bool, is_last: bool, itemsize: int, keeps_quantized: bool = False
+    checkpoint: Checkpoint,
+    layers: range,
+    is_first: bool,
+    is_last: bool,
+    itemsize: int,
+    keeps_quantized: bool = False,
+    num_ranks: int = 1,
 ) -> int:
     """Bytes of the stage's weights in memory, at `itemsize` bytes a number.
 
     Args:
         keeps_quantized: matrices stay quantised where they can.
+        num_ranks: that share them; the result is the first rank's.
     """
     entries = [checkpoint.tensors[name] for name in stage_tensor_names(checkpoint, layers, is_first, is_last)]
+    share = _share_of_first_rank(checkpoint, num_ranks)
     return sum(
-        packed_bytes(entry) if keeps_quantized and can_stay_quantized(entry) else entry.num_elements * itemsize
+        share(
+            entry,
+            packed_bytes(entry) if keeps_quantized and can_stay_quantized(entry) else entry.num_elements * itemsize,
+        )
         for entry in entries
     )
+
+
+def _share_of_first_rank(checkpoint: Checkpoint, num_ranks: int) -> Callable[[TensorEntry, int], int]:
+    """What the first of the ranks has of a tensor's bytes."""
+    cuts = RankCuts(checkpoint.spec, 0, num_ranks)
+
+    def share(entry: TensorEntry, num_bytes: int) -> int:
+        cut = cuts.cut_of(entry.name)
+        return num_bytes if cut is None else num_bytes * cut.size // cut.full_size
+
+    return share
 
 
 def can_stay_quantized(entry: TensorEntry) -> bool:
@@ -56,10 +81,13 @@ def _packed_block_bytes(entry: TensorEntry) -> int | None:
     return packed_block_bytes(entry) if entry.parts else PACKED_BLOCK_BYTES.get(entry.encoding)
 
 
-def stage_file_bytes(checkpoint: Checkpoint, layers: range, is_first: bool, is_last: bool) -> int:
-    """Bytes that loading the stage reads from the checkpoint's files."""
+def stage_file_bytes(
+    checkpoint: Checkpoint, layers: range, is_first: bool, is_last: bool, num_ranks: int = 1
+) -> int:
+    """Bytes that loading the stage reads from the checkpoint's files; of the first rank, if ranks share it."""
     names = stage_tensor_names(checkpoint, layers, is_first, is_last)
-    return sum(checkpoint.tensors[name].num_bytes for name in names)
+    share = _share_of_first_rank(checkpoint, num_ranks)
+    return sum(share(checkpoint.tensors[name], checkpoint.tensors[name].num_bytes) for name in names)
 
 
 def _prefix(name: str) -> str:

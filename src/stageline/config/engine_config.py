@@ -50,8 +50,9 @@ class EngineConfig:
     pipeline_parallel_size: int = setting(
         1, "number of stages the layers are cut into", flags=("-pp",), group="pipeline", metavar="STAGES"
     )
-    tensor_parallel_size: int = setting(
-        1, "ranks that share each layer; only 1 yet", flags=("-tp",), group="pipeline", metavar="RANKS"
+    tensor_parallel_size: str | int = setting(
+        "1", "ranks, a process or GPU each, that share every layer of a stage; a list gives one number per stage, such "
+        "as 2,1,1", flags=("-tp",), group="pipeline", metavar="RANKS[,RANKS...]"
     )
     pp_layer_partition: str | None = setting(
         None, "layers per stage, such as 16,14, or auto: by measured times, so that no stage is slower than it must be "
@@ -136,6 +137,38 @@ class EngineConfig:
         """The number that was asked for; None for auto."""
         return None if self.prefill_chunk == AUTO_CHUNK else int(self.prefill_chunk)
 
+    @property
+    def ranks_per_stage(self) -> tuple[int, ...]:
+        """How many ranks share each stage's layers. Raises: ConfigError if that cannot be read, or is not theirs."""
+        text, num_stages = str(self.tensor_parallel_size), self.pipeline_parallel_size
+        sizes = [entry.strip() for entry in text.split(",")]
+        if not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            raise ConfigError(
+                f"--tensor-parallel-size is {text!r}; give a number of at least 1, or one for each stage, such as 2,1,1"
+            )
+        if len(sizes) not in (1, num_stages):
+            raise ConfigError(
+                f"--tensor-parallel-size {text!r} has {len(sizes)} numbers for {num_stages} stages; give 1 or "
+                f"{num_stages}"
+            )
+        return tuple(map(int, sizes * num_stages if len(sizes) == 1 else sizes))
+
+    def _check_ranks(self) -> None:
+        if max(self.ranks_per_stage) == 1:
+            return
+        asked = f"--tensor-parallel-size is {self.tensor_parallel_size}"
+        if self.distributed_executor_backend == "in_process":
+            raise ConfigError(
+                f"{asked}, but --distributed-executor-backend in_process runs all in one process; leave one of them out"
+            )
+        if (self.pp_layer_partition or "").strip() in AUTO_PARTITIONS:
+            raise ConfigError(
+                f"{asked}, and stages whose layers are shared by ranks are not timed before they load; give "
+                "--pp-layer-partition as numbers, such as 16,14, or leave it out"
+            )
+        if self.rebalance:
+            raise ConfigError(f"{asked}, and layers that ranks share are not moved; leave --rebalance out")
+
     def check(self) -> EngineConfig:
         """Return self, or raise ConfigError naming the first setting that cannot work."""
         check_types(self)
@@ -148,12 +181,7 @@ class EngineConfig:
                 "--pp-layer-partition is empty; give the layers of each stage, such as 16,14, or leave it out"
             )
         at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
-        at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        if self.tensor_parallel_size > 1:
-            raise ConfigError(
-                f"--tensor-parallel-size is {self.tensor_parallel_size}, but tensor parallelism is not there yet; "
-                "leave it out, and cut the layers into stages with -pp"
-            )
+        self._check_ranks()
         at_least("threads_per_stage", self.threads_per_stage, 1)
         at_least("block_size", self.block_size, 1)
         at_least("max_num_seqs", self.max_num_seqs, 1)

@@ -36,10 +36,11 @@ class FlagField:
     group: str = ""
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, is_model_optional: bool = False) -> None:
     """Add MODEL and one flag per setting of `EngineConfig`, under the headings of their groups."""
     parser.add_argument(
-        "model", metavar="MODEL", help="a Hugging Face directory, a GGUF file, or a name on the Hugging Face hub"
+        "model", nargs="?" if is_model_optional else None, metavar="MODEL",
+        help="a Hugging Face directory, a GGUF file, or a name on the Hugging Face hub"
     )
     _add_flags(parser, EngineConfig)
 
@@ -117,7 +118,8 @@ def scalar_kind(annotation: Any) -> type | None:
     """bool, int, float or str behind an annotation such as `int | None`; None if it is anything else."""
     if isinstance(annotation, types.UnionType):
         kinds = [kind for kind in typing.get_args(annotation) if kind is not types.NoneType]
-        annotation = kinds[0] if len(kinds) == 1 else None
+        # What may be a number in Python is text on a command line.
+        annotation = kinds[0] if len(kinds) == 1 or kinds[0] is str else None
     return annotation if annotation in _METAVARS or annotation is bool else None
 
 

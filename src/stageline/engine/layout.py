@@ -14,6 +14,7 @@ import msgspec
 
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.stage_tensors import stage_weight_bytes
+from stageline.checkpoint.tensor_shards import rank_spec
 from stageline.config.engine_config import EngineConfig
 from stageline.cost.layer_costs import item_bytes
 from stageline.engine.startup_table import format_startup_table
@@ -60,8 +61,8 @@ class LayoutRules:
         asked = parse_kv_cache_memory(config.kv_cache_memory, len(partition))
         window = kept_window(self.checkpoint.spec, self._max_model_len)
         kinds = [
-            kv_bytes_by_kind(self.checkpoint.spec, part.layers, ITEMSIZE[report.dtype], window)
-            for part, report in zip(partition, reports, strict=True)
+            self._kv_bytes_of_ranks(size, part.layers, ITEMSIZE[report.dtype], window)
+            for size, part, report in zip(config.ranks_per_stage, partition, reports, strict=True)
         ]
         need = None if window is None else self._window_need(window, [windowed for _, windowed in kinds])
         share = 1.0 if need is None else need.share
@@ -74,6 +75,11 @@ class LayoutRules:
             window=need,
         )
         return Layout(tuple(partition), tuple(reports), plan)
+
+    def _kv_bytes_of_ranks(self, size: int, layers: range, itemsize: int, window: int | None) -> tuple[int, int]:
+        """What a token takes on all ranks of a stage, which may keep copies; see `kv_bytes_by_kind`."""
+        full, windowed = kv_bytes_by_kind(rank_spec(self.checkpoint.spec, size), layers, itemsize, window)
+        return size * full, size * windowed
 
     def _window_need(self, window: int, bytes_per_token: list[int]) -> WindowNeed:
         """A request that is computed has its window, the chunk before and the one that is next."""

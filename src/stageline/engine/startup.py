@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES
 from stageline.checkpoint.stage_tensors import can_stay_quantized
+from stageline.checkpoint.tensor_shards import check_shards
 from stageline.checkpoint.tokenizer import load_tokenizer
 from stageline.clock import Clock
 from stageline.config.engine_config import EngineConfig
@@ -117,6 +118,8 @@ def check_before_start(config: EngineConfig, checkpoint: Checkpoint) -> int:
     config.check()
     check_threads(config)
     check_quantization(config, checkpoint)
+    for size in set(config.ranks_per_stage):
+        check_shards(checkpoint.spec, size)
     max_model_len = choose_max_model_len(config, checkpoint)
     choose_partition(config, checkpoint, max_model_len)
     parse_kv_cache_memory(config.kv_cache_memory, config.pipeline_parallel_size)
@@ -238,8 +241,9 @@ def _log_layout(layout: Layout, max_model_len: int) -> None:
 
 
 def _rebalance_policy(config: EngineConfig) -> RebalancePolicy | None:
-    """None where no cut is better than another: one stage, or stages that take turns."""
-    if config.pipeline_parallel_size == 1 or config.distributed_executor_backend == "in_process":
+    """None where no cut is better than another (one stage, or stages that take turns), or ranks share layers."""
+    is_shared = max(config.ranks_per_stage) > 1
+    if config.pipeline_parallel_size == 1 or config.distributed_executor_backend == "in_process" or is_shared:
         return None
     return RebalancePolicy(config.rebalance_gain, config.rebalance_patience_s)
 

@@ -59,6 +59,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             `caller_name.control` and `caller_name.ping`, for what it would otherwise listen for.
         access: how its TCP links are protected.
         output_address: where its activations go; None for the last stage.
+        rank, num_ranks: which of the processes that share this stage's layers it is, and how many these are.
+        ranks_fd: an inherited file whose memory they share; -1 for none.
+        device_index: which of the host's GPUs it takes; -1 for the stage's number.
+        more_output_addresses, more_token_output_addresses: of the receiving stage's other ranks. Only the first rank of
+            a stage sends.
         input_dtype, output_dtype: how hidden states come in and go out: auto, int8 or fp8; neighbours agree.
         token_input_address: where the first stage gets sampled tokens from the last; None on others, for a single
             stage, and without look-ahead.
@@ -91,6 +96,12 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     output_dtype: str = "auto"
     token_input_address: str | None = None
     token_output_address: str | None = None
+    rank: int = 0
+    num_ranks: int = 1
+    ranks_fd: int = -1
+    device_index: int = -1
+    more_output_addresses: list[str] = []
+    more_token_output_addresses: list[str] = []
     caller_name: str = ""
     access: LinkAccess = LinkAccess()
     calibration: Calibration | None = None
@@ -163,6 +174,7 @@ class Loading(msgspec.Struct, frozen=True, array_like=True, tag="loading"):
     stage_index: int
     num_bytes_read: int
     num_bytes_total: int
+    rank: int = 0
 
 
 class StageLoaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
@@ -180,12 +192,14 @@ class StageLoaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     free_bytes: int
     memory_pool: str
     dtype: str
+    rank: int = 0
 
 
 class Allocated(msgspec.Struct, frozen=True, array_like=True, tag="allocated"):
     """The KV cache is there; microbatches may come."""
 
     stage_index: int
+    rank: int = 0
 
 
 class Spans(msgspec.Struct, frozen=True, array_like=True, tag="spans"):
@@ -201,6 +215,7 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
     stage_index: int
     asked_s: float = 0.0
     told_s: float = 0.0
+    rank: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -214,8 +229,11 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     message: str
     traceback: str
     is_config_error: bool
+    rank: int = 0
 
 
-FromWorker = (
-    Loading | StageLoaded | Allocated | MicrobatchResult | Spans | StageItemTimes | StageCounters | Pong | Failed
-)
+FromRank = Loading | StageLoaded | Allocated | Pong | Failed
+"""What every rank of a stage says; the rest only its first one."""
+
+FromStage = FromRank | Spans | StageItemTimes | StageCounters
+FromWorker = FromStage | MicrobatchResult

@@ -10,7 +10,7 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -31,6 +31,8 @@ from stageline.executor.messages import (
     CollectItemTimes,
     CollectSpans,
     Failed,
+    FromRank,
+    FromStage,
     FromWorker,
     InputClock,
     Loading,
@@ -40,7 +42,7 @@ from stageline.executor.messages import (
     StageLoaded,
     Stop,
 )
-from stageline.executor.remote_stages import RemoteStages
+from stageline.executor.remote_stages import Channel, RemoteStages
 from stageline.executor.stage_processes import StageAsked, StageProcesses
 from stageline.executor.watch import Watch
 from stageline.executor.worker_process import WorkerProcess
@@ -49,6 +51,7 @@ from stageline.links.wakeup import Wakeup
 from stageline.pipeline.item_times import StageItemTimes
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
 from stageline.pipeline.partition import StageLayers
+from stageline.pipeline.rank_layout import RankLayout
 from stageline.timeline.span import Span
 from stageline.timeline.stage_counters import StageCounters
 
@@ -96,11 +99,12 @@ class MultiProcessExecutor:
         self._counters: dict[int, StageCounters] = {}
         self._is_counters_asked = False
         self._spans: dict[int, list[Span]] = {}
+        self._ranks = RankLayout(config.ranks_per_stage)
         self._offsets = ClockOffsets(len(stages))
         self._is_spans_asked = False
-        self._watch = Watch(config.heartbeat_timeout_s, config.load_timeout_s, len(stages), clock.now_s())
+        self._watch = Watch(config.heartbeat_timeout_s, config.load_timeout_s, self._ranks.num_processes, clock.now_s())
         self._remote = remote
-        self._running = StageProcesses(len(stages), remote)
+        self._running = StageProcesses(self._ranks, remote)
         self._finalizer = weakref.finalize(self, self._running.end, 0.0)
         try:
             self._start(model, stages, max_model_len)
@@ -131,7 +135,7 @@ class MultiProcessExecutor:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the stages, in order."""
+        """Process ids of the stages' ranks, in order."""
         return [worker.pid for worker in self._running.workers]
 
     def load(self, on_progress: OnProgress | None = None) -> list[StageLoaded]:
@@ -142,18 +146,20 @@ class MultiProcessExecutor:
         return reports
 
     def _gather_reports(self, on_progress: OnProgress | None = None) -> list[StageLoaded]:
-        """From every stage, in order, while it loads."""
+        """From every stage, in order, while it loads; its first rank's progress is the stage's."""
         reports: dict[int, StageLoaded] = {}
-        while len(reports) < len(self._control):
+        while len(reports) < self._ranks.num_processes:
             message = self._receive(Loading, StageLoaded)
             if isinstance(message, StageLoaded):
-                self._watch.loaded(message.stage_index)
-                reports[message.stage_index] = self._in_its_machine(message)
+                process = self._ranks.process_of(message.stage_index, message.rank)
+                self._watch.loaded(process)
+                reports[process] = self._in_its_machine(message)
             elif isinstance(message, Loading):
-                self._watch.progressed(message.stage_index)
-                if on_progress is not None:
+                self._watch.progressed(self._ranks.process_of(message.stage_index, message.rank))
+                if on_progress is not None and message.rank == 0:
                     on_progress(message.stage_index, message.num_bytes_read, message.num_bytes_total)
-        return [reports[index] for index in sorted(reports)]
+        stages = range(len(self._ranks.sizes))
+        return [together([reports[process] for process in self._ranks.of_stage(index)]) for index in stages]
 
     def _in_its_machine(self, report: StageLoaded) -> StageLoaded:
         """Memory of two machines is not one pool, whatever they call it."""
@@ -166,9 +172,10 @@ class MultiProcessExecutor:
 
     def _assign(self, stages: tuple[StageLayers, ...]) -> None:
         self.partition = stages
-        for part, socket in zip(stages, self._control, strict=True):
-            self._watch.progressed(part.stage_index)
-            socket.send(encode_message(AssignLayers(part.layers.start, part.layers.stop)))
+        for part in stages:
+            for process in self._ranks.of_stage(part.stage_index):
+                self._watch.progressed(process)
+                self._control[process].send(encode_message(AssignLayers(part.layers.start, part.layers.stop)))
 
     def repartition(self, stages: tuple[StageLayers, ...]) -> list[StageLoaded]:
         self._check_alive()
@@ -177,14 +184,14 @@ class MultiProcessExecutor:
 
     def allocate(self, limits: MicrobatchLimits, epoch: int = 0, first_microbatch: int = 0) -> None:
         self._send_to_all(encode_message(Allocate(limits, epoch, first_microbatch)))
-        self._gather(Allocated)
+        self._gather(Allocated, self._ranks.num_processes)
 
     def launch(self, microbatch: Microbatch) -> None:
         self._send_to_all(encode_message(microbatch))
 
     def send_masks(self, masks: TokenMasks) -> None:
         self._check_alive()
-        self._control[-1].send(encode_message(masks))
+        self._control[self._ranks.leaders[-1]].send(encode_message(masks))
 
     def before_sampling(self, send_masks: Callable[[], None]) -> None:
         """Only the last stage knows that moment; masks are sent whenever they are known."""
@@ -210,12 +217,12 @@ class MultiProcessExecutor:
             return
         self._check_alive()
         self._is_spans_asked = True
-        for stage_index, socket in enumerate(self._pings):
+        for stage_index, socket in enumerate(self._first_responders):
             its_since_s = since_s + self._offsets.ahead_s(stage_index)
             socket.send(encode_message(CollectSpans(its_since_s, most_per_stage)))
 
     def take_spans(self) -> list[Span] | None:
-        if len(self._spans) < len(self._control):
+        if len(self._spans) < len(self._ranks.sizes):
             return None
         spans = [span for index in sorted(self._spans) for span in self._spans[index]]
         self._spans.clear()
@@ -236,7 +243,9 @@ class MultiProcessExecutor:
         return spans
 
     def collect_item_times(self, goes_on: bool = True) -> list[StageItemTimes]:
-        self._send_to_all(encode_message(CollectItemTimes(goes_on)))
+        self._check_alive()
+        for process in self._ranks.leaders:
+            self._control[process].send(encode_message(CollectItemTimes(goes_on)))
         return self._gather(StageItemTimes)
 
     def ask_for_counters(self) -> None:
@@ -248,11 +257,16 @@ class MultiProcessExecutor:
 
     def _ask_responders(self, frame: bytes) -> None:
         """Asked like a ping: the thread that answers is not the one that computes."""
-        for socket in self._pings:
+        for socket in self._first_responders:
             socket.send(frame)
 
+    @property
+    def _first_responders(self) -> list[Channel]:
+        """Of each stage's first rank, which knows what the others know."""
+        return [self._pings[process] for process in self._ranks.leaders]
+
     def take_counters(self) -> list[StageCounters] | None:
-        if len(self._counters) < len(self._control):
+        if len(self._counters) < len(self._ranks.sizes):
             return None
         counters = [self._counters[index] for index in sorted(self._counters)]
         self._counters.clear()
@@ -276,15 +290,15 @@ class MultiProcessExecutor:
         if self._owns_wakeup:
             self.wakeup.close()
 
-    def _gather(self, kind: type[_Answer]) -> list[_Answer]:
-        """One answer from every stage, in order; results that come meanwhile are kept for `wait`."""
+    def _gather(self, kind: type[_Answer], count: int | None = None) -> list[_Answer]:
+        """One answer from every stage, or so many, in order; results that come meanwhile are kept for `wait`."""
         answers: dict[int, _Answer] = {}
-        while len(answers) < len(self._control):
+        while len(answers) < (count or len(self._ranks.sizes)):
             message = self._receive(kind, MicrobatchResult)
             if isinstance(message, MicrobatchResult):
                 self._results.append(message)
             elif isinstance(message, kind):
-                answers[message.stage_index] = message
+                answers[self._process_of(message)] = message
         return [answers[index] for index in sorted(answers)]
 
     def _send_to_all(self, frame: bytes) -> None:
@@ -335,9 +349,7 @@ class MultiProcessExecutor:
     def _take_message(self, frame: bytes) -> FromWorker:
         message = self._decoder.decode(frame)
         if not isinstance(message, MicrobatchResult):
-            if not 0 <= message.stage_index < len(self._control):
-                raise FrameError(f"a message of stage {message.stage_index}; there are {len(self._control)}")
-            self._watch.heard_of(message.stage_index)
+            self._watch.heard_of(self._process_of(message))
         if isinstance(message, StageCounters):
             self._counters[message.stage_index] = message
         elif isinstance(message, Spans):
@@ -345,13 +357,22 @@ class MultiProcessExecutor:
         elif isinstance(message, Pong):
             self._heard_pong(message)
         if isinstance(message, Failed):
-            raise _loss_of(message)
+            raise self._loss_of(message)
         return message
 
+    def _process_of(self, message: FromStage) -> int:
+        """Who said it. Raises: FrameError if there is no such process."""
+        rank = message.rank if isinstance(message, FromRank) else 0
+        if not self._ranks.has(message.stage_index, rank):
+            raise FrameError(f"a message of stage {message.stage_index}; there are {len(self._ranks.sizes)}")
+        return self._ranks.process_of(message.stage_index, rank)
+
     def _heard_pong(self, pong: Pong) -> None:
+        if pong.rank > 0:
+            return
         self._offsets.heard(pong.stage_index, pong.asked_s, pong.told_s, self._clock.now_s())
         for stage_index, ahead_s in self._offsets.news_of_inputs():
-            self._pings[stage_index].send(encode_message(InputClock(ahead_s)))
+            self._first_responders[stage_index].send(encode_message(InputClock(ahead_s)))
 
     def _wait_for_anything(self, poller: zmq.Poller, until_s: float | None = None) -> bool:
         """Wait for a message; meanwhile notice ended and silent stages. Returns: whether to wait no more."""
@@ -370,17 +391,18 @@ class MultiProcessExecutor:
             if worker.exit_fd in ready:
                 self._raise_loss_of_ended(worker)
         if (silence := self._watch.silence()) is not None:
-            raise WorkerLost(*silence)
+            process, reason = silence
+            raise WorkerLost(self._ranks.all[process].stage_index, self._ranks.reason_of(process, reason))
         if self.wakeup.fd in ready:
             self.wakeup.heard()
         return bool(ready) or (until_s is not None and now_s >= until_s)
 
     def _ask_for_signs_of_life(self) -> None:
-        for stage_index in self._watch.stages_to_ask():
-            if self._watch.can_answer(stage_index):
-                self._pings[stage_index].send(encode_message(Ping(self._clock.now_s())))
-            elif stage_index >= len(self._running.workers) or not self._running.workers[stage_index].is_stopped():
-                self._watch.heard_of(stage_index)
+        for process in self._watch.stages_to_ask():
+            if self._watch.can_answer(process):
+                self._pings[process].send(encode_message(Ping(self._clock.now_s())))
+            elif process >= len(self._running.workers) or not self._running.workers[process].is_stopped():
+                self._watch.heard_of(process)
 
     def _raise_loss_of_ended(self, ended: WorkerProcess) -> None:
         """A process ended: its own last words say why, or else the way it ended does."""
@@ -388,14 +410,29 @@ class MultiProcessExecutor:
         deadline_s = time.monotonic() + patience_s
         while self._incoming.poll(_milliseconds(max(0.0, deadline_s - time.monotonic()))):
             self._take_message(self._incoming.recv())
-        raise WorkerLost(ended.stage_index, ended.describe_exit())
+        process = self._ranks.process_of(ended.stage_index, ended.rank)
+        raise WorkerLost(ended.stage_index, self._ranks.reason_of(process, ended.describe_exit()))
+
+    def _loss_of(self, message: Failed) -> StagelineError:
+        if message.is_config_error:
+            return ConfigError(f"stage {message.stage_index}: {message.message}")
+        reason = self._ranks.reason_of(self._process_of(message), message.message)
+        return WorkerLost(message.stage_index, reason, message.traceback)
 
 
 def _milliseconds(duration_s: float) -> int:
     return math.ceil(duration_s * 1000)
 
 
-def _loss_of(message: Failed) -> StagelineError:
-    if message.is_config_error:
-        return ConfigError(f"stage {message.stage_index}: {message.message}")
-    return WorkerLost(message.stage_index, message.message, message.traceback)
+def together(reports: Sequence[StageLoaded]) -> StageLoaded:
+    """What a stage's ranks found as one report: of memory, all of theirs. Ranks with memory of their own are as good as
+    the one that has least."""
+    first, pools = reports[0], [report.memory_pool for report in reports]
+    free_bytes = min(report.free_bytes for report in reports)
+    is_shared = len(set(pools)) == 1
+    return msgspec.structs.replace(
+        first,
+        weight_bytes=sum(report.weight_bytes for report in reports),
+        free_bytes=free_bytes if is_shared else free_bytes * len(reports),
+        memory_pool=pools[0] if is_shared else " + ".join(pools),
+    )

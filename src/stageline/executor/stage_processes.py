@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import zmq
@@ -21,6 +23,8 @@ from stageline.executor.worker_process import WorkerProcess
 from stageline.links.child_process import wait_for_ends
 from stageline.links.sockets import Links, make_ipc_folder
 from stageline.pipeline.partition import StageLayers
+from stageline.pipeline.rank_layout import RankLayout, StageRank
+from stageline.pipeline.rank_memory import shared_bytes
 from stageline.pipeline.slowdown import parse_slowdown
 
 
@@ -45,12 +49,13 @@ class StageProcesses:
         workers: the processes on this machine, in order, the first stage's first.
     """
 
-    def __init__(self, num_stages: int, remote: RemoteStages | None) -> None:
+    def __init__(self, ranks: RankLayout, remote: RemoteStages | None) -> None:
         self._owner_pid = os.getpid()
-        self._num_stages = num_stages
+        self._ranks = ranks
+        self._num_stages = num_stages = len(ranks.sizes)
         self._remote = remote
         self._num_local = num_stages if remote is None else remote.num_local
-        self.folder = make_ipc_folder(f"s{num_stages}.control")
+        self.folder = make_ipc_folder(f"s{num_stages}.r{max(ranks.sizes)}.control")
         self.links = Links()
         self.workers: list[WorkerProcess] = []
 
@@ -60,8 +65,9 @@ class StageProcesses:
 
     def channels(self) -> tuple[list[Channel], list[Channel]]:
         """To each stage's computing thread, and to the one that is never busy."""
-        controls: list[Channel] = [self.links.sender(f"{self._ipc(index)}.control") for index in range(self._num_local)]
-        responders: list[Channel] = [self.links.sender(f"{self._ipc(index)}.ping") for index in range(self._num_local)]
+        local = [self._ipc(place) for place in self._ranks.all if place.stage_index < self._num_local]
+        controls: list[Channel] = [self.links.sender(f"{prefix}.control") for prefix in local]
+        responders: list[Channel] = [self.links.sender(f"{prefix}.ping") for prefix in local]
         if self._remote is not None:
             for index in range(self._num_local, self._num_stages):
                 controls.append(self._remote.control(index))
@@ -71,16 +77,28 @@ class StageProcesses:
     def start(self, stages: tuple[StageLayers, ...], asked: StageAsked) -> None:
         """Start all of them."""
         threads = asked.config.threads_per_stage
-        cores = cores_per_stage(self._num_local, threads) if asked.config.bind_cores else None
-        configs = [self._config_of(stage, asked) for stage in stages]
-        for config in configs[: self._num_local]:
-            own_cores = cores[config.stage_index] if cores else []
-            self.workers.append(WorkerProcess(replace(config, cores=own_cores)))
+        num_local = sum(self._ranks.sizes[: self._num_local])
+        cores = cores_per_stage(num_local, threads) if asked.config.bind_cores else None
+        for stage in stages[: self._num_local]:
+            with _shared_memory(self._ranks.sizes[stage.stage_index]) as ranks_fd:
+                for process in self._ranks.of_stage(stage.stage_index):
+                    config = self._config_of(stage, self._ranks.all[process], asked)
+                    own_cores = cores[process] if cores else []
+                    self.workers.append(WorkerProcess(replace(config, cores=own_cores, ranks_fd=ranks_fd)))
         if self._remote is not None:
-            self._remote.start(configs[self._num_local :])
+            self._remote.start(
+                [self._config_of(part, StageRank(part.stage_index, 0), asked) for part in stages[self._num_local :]]
+            )
 
-    def _config_of(self, stage: StageLayers, asked: StageAsked) -> WorkerConfig:
-        index, prefix, config = stage.stage_index, self._ipc(stage.stage_index), asked.config
+    def _config_of(self, stage: StageLayers, place: StageRank, asked: StageAsked) -> WorkerConfig:
+        index, prefix, config = stage.stage_index, self._ipc(place), asked.config
+        sends = place.rank == 0
+        outputs = [] if stage.is_last or not sends else self._inputs_of(index + 1)
+        token_outputs = self._token_addresses(config) if stage.is_last and sends else []
+        token_inputs = self._token_addresses(config) if stage.is_first else []
+        if self._num_stages == 1:
+            # The first rank of a single stage has its own tokens.
+            token_outputs, token_inputs = token_outputs[1:], ["", *token_inputs[1:]] if token_inputs else []
         slowdown = parse_slowdown(environment.inject_slowdown(), self._num_stages)
         is_local = index < self._num_local
         return WorkerConfig(
@@ -102,12 +120,17 @@ class StageProcesses:
             engine_address=self._engine_address if is_local else "",
             control_address=f"{prefix}.control" if is_local else "",
             ping_address=f"{prefix}.ping" if is_local else "",
-            input_address=None if stage.is_first else self._input_of(index),
-            output_address=None if stage.is_last else self._input_of(index + 1),
+            input_address=None if stage.is_first else self._inputs_of(index)[place.rank],
+            output_address=outputs[0] if outputs else None,
+            more_output_addresses=outputs[1:],
+            rank=place.rank,
+            num_ranks=self._ranks.sizes[index],
+            device_index=self._ranks.process_of(index, place.rank),
             input_dtype=self._sent_as(config, index),
             output_dtype=self._sent_as(config, index + 1),
-            token_input_address=self._token_address(config) if stage.is_first else None,
-            token_output_address=self._token_address(config) if stage.is_last else None,
+            token_input_address=(token_inputs[place.rank] or None) if token_inputs else None,
+            token_output_address=token_outputs[0] if token_outputs else None,
+            more_token_output_addresses=token_outputs[1:],
             access=LinkAccess() if self._remote is None or not is_local else self._remote.access,
             calibration=asked.calibration,
             slowdown=slowdown.stages[index],
@@ -118,13 +141,15 @@ class StageProcesses:
     def _engine_address(self) -> str:
         return f"ipc://{self.folder}/engine"
 
-    def _ipc(self, stage_index: int) -> str:
-        return f"ipc://{self.folder}/s{stage_index}"
+    def _ipc(self, place: StageRank) -> str:
+        rank = f".r{place.rank}" if place.rank else ""
+        return f"ipc://{self.folder}/s{place.stage_index}{rank}"
 
-    def _input_of(self, stage_index: int) -> str:
+    def _inputs_of(self, stage_index: int) -> list[str]:
+        """Where each rank of a stage gets its activations."""
         if self._remote is not None and stage_index >= self._num_local:
-            return self._remote.input_of(stage_index)
-        return f"{self._ipc(stage_index)}.input"
+            return [self._remote.input_of(stage_index)]
+        return [f"{self._ipc(self._ranks.all[process])}.input" for process in self._ranks.of_stage(stage_index)]
 
     def _sent_as(self, config: EngineConfig, receiver: int) -> str:
         """How the hidden states for a stage travel: only between machines is it worth making them smaller."""
@@ -134,11 +159,14 @@ class StageProcesses:
     def _machine_of(self, stage_index: int) -> str:
         return "" if self._remote is None else self._remote.machine_of(stage_index)
 
-    def _token_address(self, config: EngineConfig) -> str | None:
-        """Where the first stage gets sampled tokens from the last, so that they need not go through the engine."""
-        if self._num_stages == 1 or not config.look_ahead:
-            return None
-        return f"{self._ipc(0)}.tokens" if self._remote is None else self._remote.own_input
+    def _token_addresses(self, config: EngineConfig) -> list[str]:
+        """Where the first stage's ranks get sampled tokens from the last stage, so that they need not go through the
+        engine."""
+        if self._ranks.num_processes == 1 or not config.look_ahead:
+            return []
+        if self._remote is not None:
+            return [self._remote.own_input]
+        return [f"{self._ipc(self._ranks.all[process])}.tokens" for process in self._ranks.of_stage(0)]
 
     def end(self, patience_s: float) -> None:
         """End the stages, those at once that have not left after `patience_s`. Can be repeated after an interrupt."""
@@ -154,6 +182,21 @@ class StageProcesses:
             self.workers.pop()
         self.links.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextmanager
+def _shared_memory(num_ranks: int) -> Iterator[int]:
+    """A file in memory, without a name, for the ranks of one stage to inherit; -1 if there is one rank, or no such file
+    on this system."""
+    if num_ranks == 1 or not hasattr(os, "memfd_create"):
+        yield -1
+        return
+    fd = os.memfd_create("stageline-ranks")
+    try:
+        os.ftruncate(fd, shared_bytes(num_ranks))
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def cores_per_stage(num_stages: int, threads_per_stage: int) -> list[list[int]] | None:

@@ -14,8 +14,10 @@ class WorkerProcess(ChildProcess):
 
     def __init__(self, config: WorkerConfig) -> None:
         self.stage_index = config.stage_index
+        self.rank = config.rank
+        inherited = () if config.ranks_fd < 0 else (config.ranks_fd,)
         threads = {"OMP_NUM_THREADS": str(config.num_threads)}
-        super().__init__("stageline.worker", msgspec.msgpack.encode(config), environ=threads)
+        super().__init__("stageline.worker", msgspec.msgpack.encode(config), inherited, environ=threads)
 
     def is_stopped(self) -> bool:
         """Whether it was stopped by a signal or a debugger, and so cannot show a sign of life."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stageline.kernels.program import Argument, Kernel, result
+from stageline.pipeline.rank_memory import SLOT_BYTES, shared_bytes
 
 _POINTER, _SIZE, _FLAG = Argument.POINTER, Argument.SIZE, Argument.FLAG
 SIGNATURES: dict[str, list[Argument]] = {
@@ -19,15 +20,6 @@ SIGNATURES: dict[str, list[Argument]] = {
     "broadcast": [_POINTER] * 2 + [_SIZE],
 }
 RECORDABLE = ("all_reduce",)
-
-_LINE_BYTES = 128
-SLOT_BYTES = 2**19
-"""Of one rank in one step; what is larger takes several."""
-
-
-def shared_bytes(num_ranks: int) -> int:
-    """Memory, zeroed, that so many ranks share."""
-    return num_ranks * (_LINE_BYTES + 2 * SLOT_BYTES)
 
 
 class RankKernels:

@@ -43,6 +43,7 @@ class DecoderStage:
         self._block_of = {layer_index: family.block(layer_index) for layer_index in layers}
         self._head = family.head() if self.is_last else None
         self._like = torch.zeros(1, spec.hidden_size, dtype=reader.dtype, device=reader.device)
+        self.device = reader.device
         self._caches: Sequence[LayerCache] = ()
         self._recorded: RecordedBlocks | None = None
 

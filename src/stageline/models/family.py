@@ -4,8 +4,8 @@ Parts read their weights when they are built: `reader.read(name, shape)` gives t
 stage's device, or raises CheckpointError naming the tensor. So a stage that builds only its own layers reads only their
 bytes. One `Family` object belongs to one stage, so what its parts share (rotary tables, a tied matrix) lives in it.
 
-Where ranks share each layer, the spec and the reader are of the rank's smaller model, and `ranks` makes what it computes
-whole again: LlamaFamily does it where embedding, attention, MLP and head end.
+Where ranks share each layer, the spec and the reader are of the rank's smaller model, and `ranks` makes what it
+computes whole again: LlamaFamily does it where embedding, attention, MLP and head end.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import os
 import torch
 
 from stageline.kernels.cpu import CpuKernels
-from stageline.kernels.ranks import shared_bytes
+from stageline.pipeline.rank_memory import shared_bytes
 
 
 class SharedMemoryRanks:

@@ -5,21 +5,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import torch
+
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.stage_tensors import stage_file_bytes, stage_weight_bytes
+from stageline.checkpoint.tensor_shards import RankCuts
 from stageline.clock import Clock
 from stageline.errors import ConfigError
 from stageline.executor.messages import StageLoaded
+from stageline.parallel.tensor_parallel import ALONE, TensorParallel
 from stageline.pipeline.partition import StageLayers
 from stageline.pipeline.slowdown import AS_FAST_AS_IT_IS, StageSlowdown
 from stageline.timeline.recorder import Recorder
 from stageline.weights.reader import CheckpointReader
+from stageline.weights.shard import ShardedReader
 from stageline.worker.device import free_memory_bytes, resolve_device, resolve_dtype
 from stageline.worker.stage import Stage
 
 logger = logging.getLogger(__name__)
 
 _PROGRESS_STEPS = 100
+
+
+def _alone(device: torch.device, dtype: torch.dtype) -> TensorParallel:
+    return ALONE
 
 
 def build_stage(
@@ -34,6 +43,8 @@ def build_stage(
     recorder: Recorder,
     on_progress: Callable[[int, int], None],
     slowdown: StageSlowdown = AS_FAST_AS_IT_IS,
+    device_index: int | None = None,
+    join: Callable[[torch.device, torch.dtype], TensorParallel] = _alone,
 ) -> tuple[Stage, StageLoaded]:
     """Read one stage's weights and make it ready for `allocate_kv`.
 
@@ -41,9 +52,11 @@ def build_stage(
         dtype, device, quantization: as asked for, "auto" included.
         slowdown: makes it slower than it is; a fault for tests.
         on_progress: called with (bytes read, bytes in all), first with 0 read.
+        device_index: which of several GPUs; the stage's number if it is not given.
+        join: meets the other ranks that share the stage's layers.
     Raises: ConfigError if the weights do not fit or cannot be read, or would stay quantised off a CPU.
     """
-    torch_device = resolve_device(device, part.stage_index)
+    torch_device = resolve_device(device, part.stage_index if device_index is None else device_index)
     keeps_quantized = quantization != "none"
     if keeps_quantized and torch_device.type != "cpu":
         raise ConfigError(
@@ -54,20 +67,22 @@ def build_stage(
     if note and part.is_first:
         logger.info(note)
     holds = (part.layers, part.is_first, part.is_last)
-    weight_bytes = stage_weight_bytes(checkpoint, *holds, torch_dtype.itemsize, keeps_quantized)
+    ranks = join(torch_device, torch_dtype)
+    weight_bytes = stage_weight_bytes(checkpoint, *holds, torch_dtype.itemsize, keeps_quantized, ranks.size)
     free_bytes = free_memory_bytes(torch_device)
     if weight_bytes > free_bytes:
         raise ConfigError(
             f"its weights take {weight_bytes:,} bytes, but {free_bytes:,} are free on {torch_device}; give it fewer "
             f"layers with --pp-layer-partition, use more stages, or a smaller --dtype"
         )
-    on_bytes = _in_steps(stage_file_bytes(checkpoint, *holds), on_progress)
+    on_bytes = _in_steps(stage_file_bytes(checkpoint, *holds, ranks.size), on_progress)
     with CheckpointReader(checkpoint, torch_dtype, torch_device, on_bytes, keeps_quantized) as reader:
         stage = Stage(
             checkpoint.spec,
             part.layers,
-            reader,
+            reader if ranks.size == 1 else ShardedReader(reader, RankCuts(checkpoint.spec, ranks.rank, ranks.size)),
             max_model_len,
+            ranks=ranks,
             stage_index=part.stage_index,
             clock=clock,
             record=recorder.record,
@@ -87,8 +102,12 @@ def change_layers(
     """
     keeps_quantized, itemsize = quantization != "none", stage.dtype.itemsize
     stage.drop_layers(part.layers)
-    held = stage_weight_bytes(checkpoint, stage.layers, part.is_first, part.is_last, itemsize, keeps_quantized)
-    weight_bytes = stage_weight_bytes(checkpoint, part.layers, part.is_first, part.is_last, itemsize, keeps_quantized)
+    held, weight_bytes = (
+        stage_weight_bytes(
+            checkpoint, layers, part.is_first, part.is_last, itemsize, keeps_quantized, stage.ranks.size
+        )
+        for layers in (stage.layers, part.layers)
+    )
     free_bytes = free_memory_bytes(stage.device)
     if weight_bytes - held > free_bytes:
         raise ConfigError(
@@ -106,6 +125,7 @@ def _report(part: StageLayers, stage: Stage, weight_bytes: int) -> StageLoaded:
         free_bytes=free_memory_bytes(stage.device),
         memory_pool=str(stage.device),
         dtype=str(stage.dtype).removeprefix("torch."),
+        rank=stage.ranks.rank,
     )
 
 

@@ -49,7 +49,7 @@ def main() -> int:
         _run(config, links, control, engine, account, recorder)
         return 0
     except BaseException as error:
-        engine.send(encode_message(_last_words(config.stage_index, error)))
+        engine.send(encode_message(_last_words(config, error)))
         return 1
     finally:
         links.close(linger_s=_LAST_WORDS_S)
@@ -90,10 +90,11 @@ def _read_config() -> WorkerConfig:
     return msgspec.msgpack.decode(body, type=WorkerConfig)
 
 
-def _last_words(stage_index: int, error: BaseException) -> Failed:
+def _last_words(config: WorkerConfig, error: BaseException) -> Failed:
     return Failed(
-        stage_index=stage_index,
+        stage_index=config.stage_index,
         message=f"{error}" if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}",
         traceback="".join(traceback.format_exception(error)),
         is_config_error=isinstance(error, ConfigError),
+        rank=config.rank,
     )

@@ -73,7 +73,7 @@ def start_responder(
                 case InputClock():
                     account.input_ahead_s = asked.ahead_s
                 case Ping():
-                    answers.send(encode_message(Pong(stage_index, asked.asked_s, clock.now_s())))
+                    answers.send(encode_message(Pong(stage_index, asked.asked_s, clock.now_s(), config.rank)))
 
     threading.Thread(target=respond, name="responder", daemon=True).start()
 

@@ -17,10 +17,12 @@ import torch
 from stageline.attention.backend import AttentionMetadata
 from stageline.attention.select import select_backend
 from stageline.checkpoint.model_spec import ModelSpec
+from stageline.checkpoint.tensor_shards import rank_spec
 from stageline.clock import Clock, MonotonicClock
 from stageline.errors import FrameError
 from stageline.models.decoder import DecoderStage
 from stageline.models.family import WeightReader
+from stageline.parallel.tensor_parallel import ALONE, TensorParallel
 from stageline.pipeline.microbatch import (
     NO_TOKEN,
     Microbatch,
@@ -38,6 +40,7 @@ from stageline.worker.input_buffers import InputBuffers
 from stageline.worker.kv_tensors import allocate_kv_tensors
 from stageline.worker.sampled_tokens import AwaitedTokens, SampledTokens
 from stageline.worker.sampler import Sampler
+from stageline.worker.shared_head import SharedHead
 from stageline.worker.stretch import Stretch
 
 if TYPE_CHECKING:
@@ -64,6 +67,8 @@ class Stage:
         layers: half-open; the first stage's starts at 0, the last stage's stops at the model's number of layers.
         reader: gives the weights, and with them dtype and device.
         max_model_len: tokens; the longest sequence.
+        ranks: that share the layers, of which the reader gives this rank's part. The first rank of the last stage
+            samples; the others take part in it.
         stage_index: for the spans.
         slowdown: makes it slower than it is; a fault for tests.
         record: gets a span "forward" per microbatch and, on the last stage, one "sample"; None records nothing.
@@ -77,12 +82,14 @@ class Stage:
         reader: WeightReader,
         max_model_len: int,
         *,
+        ranks: TensorParallel = ALONE,
         stage_index: int = 0,
         clock: Clock | None = None,
         record: Callable[[Span], None] | None = None,
         slowdown: StageSlowdown = AS_FAST_AS_IT_IS,
     ) -> None:
         self._spec = spec
+        self.ranks = ranks
         self.layers = layers
         self._stage_index = stage_index
         self._clock = clock or MonotonicClock()
@@ -90,7 +97,8 @@ class Stage:
         self.device = reader.device
         self.dtype = reader.dtype
         with torch.inference_mode():
-            self._decoder = DecoderStage(spec, layers, reader, select_backend(self.device), max_model_len)
+            self._decoder = DecoderStage(spec, layers, reader, select_backend(self.device), max_model_len, ranks)
+        self._head = SharedHead(self._decoder, ranks)
         self._sampler: Sampler | None = None
         self._masks = ArrivedMasks(spec.vocab_size)
         self._sampled = SampledTokens()
@@ -108,6 +116,11 @@ class Stage:
         return self._decoder.is_last
 
     @property
+    def samples(self) -> bool:
+        """Whether it gives results."""
+        return self.is_last and self.ranks.rank == 0
+
+    @property
     def vocab_size(self) -> int:
         return self._spec.vocab_size
 
@@ -117,7 +130,7 @@ class Stage:
         with torch.inference_mode():
             windowed = [self._spec.window_of(layer) is not None for layer in self.layers]
             caches = allocate_kv_tensors(
-                self._spec,
+                rank_spec(self._spec, self.ranks.size),
                 len(self.layers),
                 limits.num_blocks,
                 limits.block_size,
@@ -129,7 +142,7 @@ class Stage:
         self._decoder.use(caches, limits.max_num_batched_tokens)
         self._limits = limits
         self._buffers = InputBuffers(limits, self.device)
-        self._sampler = Sampler(self._spec.vocab_size, self.device) if self.is_last else None
+        self._sampler = Sampler(self._spec.vocab_size, self.device) if self.samples else None
         self._masks = ArrivedMasks(self._spec.vocab_size)
         self._sampled = SampledTokens()
 
@@ -169,7 +182,7 @@ class Stage:
         assert self._limits is not None and self._buffers is not None, "allocate_kv comes first"
         check_microbatch(microbatch, self._limits)
         metadata = self._buffers.apply_and_build(microbatch)
-        if self.is_last:
+        if self.samples:
             self._masks.announce(microbatch)
             self._sampled.announce(microbatch)
         token_ids = np.array(microbatch.token_ids, dtype=np.int64) if self.is_first else None
@@ -180,7 +193,7 @@ class Stage:
 
         Raises: FrameError if they are not what a microbatch asked for.
         """
-        if not self.is_last:
+        if not self.samples:
             raise FrameError(f"s{self._stage_index}: masks, but tokens are chosen on the last stage")
         self._masks.add(masks)
 
@@ -221,9 +234,11 @@ class Stage:
         self.stretch.end()
         forward_end_s = self._clock.now_s()
         self._record_span("forward", microbatch, start_s, forward_end_s)
-        if before_sampling is not None and microbatch.masked_rows and self.is_last:
+        if before_sampling is not None and microbatch.masked_rows and self.samples:
             before_sampling()
         result = output if self._sampler is None else self._sample(self._sampler, microbatch, output)
+        if self.is_last and not self.samples:
+            self._head.follow(output)
         self.stretch.end()
         if isinstance(result, MicrobatchResult):
             self._sampled.add(result)
@@ -261,13 +276,14 @@ class Stage:
         """Logits are computed only where a token is sampled or a prompt's log-probabilities are wanted."""
         sampler.apply(microbatch)
         masks = self._masks.take(microbatch)
-        prompt_logprobs = sampler.prompt_logprobs(microbatch, lambda rows: self._logits(hidden_states, rows))
+        prompt_logprobs = sampler.prompt_logprobs(microbatch, lambda rows: self._head.logits(hidden_states, rows))
         late = set(microbatch.masked_rows) - masks.keys()
         rows = [row for row in microbatch.sampling_rows if row not in late]
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         if rows:
             token_ids, logprobs = self._choose(sampler, microbatch, hidden_states, rows, masks)
+        self._head.finish()
         if late:
             chosen = dict(zip(rows, token_ids, strict=True))
             described = dict(zip(rows, logprobs, strict=False))
@@ -287,17 +303,10 @@ class Stage:
         row_ends = microbatch.row_ends
         sampled = [row_ends[row] - 1 for row in rows]
         if sampler.is_plain_greedy(microbatch):
-            likeliest = self._decoder.likeliest(self._some(hidden_states, sampled))
+            likeliest = self._head.likeliest(hidden_states, sampled)
             if likeliest is not None:
                 return likeliest.tolist(), []
-        return sampler.sample(microbatch, self._logits(hidden_states, sampled), rows, masks)
-
-    def _logits(self, hidden_states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Logits [rows, vocab] of some of the hidden states [tokens, hidden]."""
-        return self._decoder.logits(self._some(hidden_states, rows))
-
-    def _some(self, hidden_states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        return hidden_states.index_select(0, torch.tensor(rows, device=self.device))
+        return sampler.sample(microbatch, self._head.logits(hidden_states, sampled), rows, masks)
 
     def _record_span(self, kind: SpanKind, microbatch: Microbatch, start_s: float, end_s: float) -> None:
         if self._record is not None:

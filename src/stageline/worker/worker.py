@@ -10,6 +10,7 @@ import gc
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -50,6 +51,7 @@ from stageline.timeline.stage_counters import StageAccount, StageState
 from stageline.worker.activation_codec import ActivationCodec
 from stageline.worker.build import build_stage, change_layers
 from stageline.worker.measure import ItemTimer, calibrate
+from stageline.worker.meet_ranks import meet_ranks
 from stageline.worker.sampled_tokens import AwaitedTokens
 from stageline.worker.stage import PreparedMicrobatch, Stage
 from stageline.worker.stretch import wait_until
@@ -206,14 +208,18 @@ class Worker:
             clock=self._clock,
             recorder=self._recorder,
             on_progress=lambda read, total: self._engine.send(
-                encode_message(Loading(config.stage_index, read, total))
+                encode_message(Loading(config.stage_index, read, total, config.rank))
             ),
             slowdown=config.slowdown,
+            device_index=None if config.device_index < 0 else config.device_index,
+            join=partial(meet_ranks, config),
         )
 
     def _open_neighbours(self) -> None:
         """Receive before sending: the input socket is bound before the engine hears that this stage is ready."""
-        self._input = self._output = self._token_input = self._token_output = None
+        self._input = self._token_input = None
+        self._outputs: list[zmq.Socket[bytes]] = []
+        self._token_outputs: list[zmq.Socket[bytes]] = []
         sizes = (self._stage.hidden_size, self._stage.dtype)
         self._input_codec = ActivationCodec(self._config.input_dtype, *sizes)
         self._output_codec = ActivationCodec(self._config.output_dtype, *sizes)
@@ -222,13 +228,15 @@ class Worker:
             self._input = self._links.receiver(self._config.input_address, most_bytes)
             self._input_poller.register(self._input, zmq.POLLIN)
         if self._config.output_address is not None:
-            self._output = self._links.sender(self._config.output_address)
+            addresses = [self._config.output_address, *self._config.more_output_addresses]
+            self._outputs = [self._links.sender(address) for address in addresses]
         if self._config.token_input_address is not None:
             most_bytes = max_token_frame_bytes(self._config.max_num_seqs)
             self._token_input = self._links.receiver(self._config.token_input_address, most_bytes)
             self._input_poller.register(self._token_input, zmq.POLLIN)
         if self._config.token_output_address is not None:
-            self._token_output = self._links.sender(self._config.token_output_address)
+            addresses = [self._config.token_output_address, *self._config.more_token_output_addresses]
+            self._token_outputs = [self._links.sender(address) for address in addresses]
 
     @property
     def _source(self) -> zmq.Socket[bytes] | None:
@@ -237,7 +245,8 @@ class Worker:
             return None
         if self._input is not None:
             return self._input
-        is_pending = bool(self._announced[0].prepared.microbatch.pending_rows) and not self._stage.is_last
+        # A pipeline of one stage has its own tokens, where it samples.
+        is_pending = bool(self._announced[0].prepared.microbatch.pending_rows) and not self._stage.samples
         return self._token_input if is_pending else None
 
     def _wait_for_work(self) -> _Input | None:
@@ -293,18 +302,18 @@ class Worker:
 
     def _hand_on_tokens(self) -> None:
         """Give the first stage the sampled tokens that it awaits, before anything else is done with them."""
-        if not self._stage.is_last:
+        if not self._stage.samples:
             return
         while (awaited := self._stage.take_awaited()) is not None:
             if self._stage.is_first:
                 self._own_tokens.append(awaited)
-            elif self._token_output is None:
+            elif not self._token_outputs:
                 raise FrameError(f"{awaited.microbatch}: awaits tokens, and there is no link for them")
-            else:
-                number = awaited.microbatch.number
-                frame = token_frame(awaited.microbatch.epoch, number, self._num_tokens_sent, awaited.token_ids)
-                self._token_output.send(frame)
-                self._num_tokens_sent += 1
+            number = awaited.microbatch.number
+            frame = token_frame(awaited.microbatch.epoch, number, self._num_tokens_sent, awaited.token_ids)
+            for output in self._token_outputs:
+                output.send(frame)
+            self._num_tokens_sent += 1
 
     def _take_masks(self) -> None:
         """Those that came while this stage computed, and the microbatches announced before them; nothing else now."""
@@ -395,7 +404,7 @@ class Worker:
         if not self._is_started:
             self._account.start(self._clock.now_s())
         self._is_started = True
-        self._engine.send(encode_message(Allocated(self._config.stage_index)))
+        self._engine.send(encode_message(Allocated(self._config.stage_index, self._config.rank)))
 
     def _receive_activation(self, prepared: PreparedMicrobatch) -> torch.Tensor:
         """The stage before's output for this microbatch; if it came as it was computed, still in its frame."""
@@ -423,15 +432,15 @@ class Worker:
         start_s = self._clock.now_s()
         if isinstance(output, MicrobatchResult):
             self._engine.send(encode_message(output.after(self._computing_s, self._slowest_s)))
-        else:
-            assert self._output is not None
+        elif self._outputs:
             header = activation_header(
                 microbatch.epoch, microbatch.number, self._num_sent, self._computing_s, self._slowest_s, start_s
             )
             body = self._output_codec.encode(output)
             # Counted first: when the engine has the result, every stage's totals hold the microbatch.
             self._account.sent(body.nbytes)
-            self._output.send_multipart([header, body], copy=False)
+            for socket in self._outputs:
+                socket.send_multipart([header, body], copy=False)
             self._num_sent += 1
         self._record("send", microbatch, start_s)
 
