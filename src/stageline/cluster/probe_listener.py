@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import zmq
@@ -33,14 +33,21 @@ class ProbeListener:
     Args:
         addresses: where; with port 0 a free one is taken.
         skips_unusable: leave out those that cannot be listened on.
+        answers: to questions of other kinds, each from its body; called in the listener's thread. None as an answer
+            says nothing.
     Attributes:
         addresses: where, with the ports that were taken.
     Raises: ConfigError if one cannot be listened on.
     """
 
     def __init__(
-        self, addresses: Sequence[TcpAddress], security: LinkSecurity | None, skips_unusable: bool = False
+        self,
+        addresses: Sequence[TcpAddress],
+        security: LinkSecurity | None,
+        skips_unusable: bool = False,
+        answers: Mapping[bytes, Callable[[bytes], bytes | None]] | None = None,
     ) -> None:
+        self._answers = answers or {}
         self._links = Links(security)
         self._bell = Wakeup()
         sockets = []
@@ -91,6 +98,8 @@ class ProbeListener:
             elif kind == REPORT:
                 count = self._counts.pop(caller, 0)
                 socket.send_multipart([identity, REPORT, count.to_bytes(_BYTES_OF_A_COUNT, "little")])
+            elif kind in self._answers and (answer := self._answers[kind](body)) is not None:
+                socket.send_multipart([identity, kind, answer])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:  # it left before it was answered
                 raise
