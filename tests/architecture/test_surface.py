@@ -42,7 +42,7 @@ OWN_FLAGS = {
         --allowed-origins --api-key --api-key-file --api-server-count --cluster-key-file --disable-log-requests
         --drain-timeout-s --enable-request-id-headers --headless --host --insecure --interface --join-timeout
         --join-timeout-s --keep-alive-timeout-s --master-addr --master-port --max-body-bytes --max-connections
-        --max-header-bytes --nnodes --no-disable-log-requests --no-enable-request-id-headers --no-headless --no-insecure
+        --max-header-bytes --model-source --nnodes --no-disable-log-requests --no-enable-request-id-headers --no-headless --no-insecure
         --no-warmup --node-address --node-rank --on-worker-lost --port --port-range --read-timeout-s --reasoning-parser
         --request-timeout-s --root-path --served-model-name --ssl-certfile --ssl-keyfile --stages --tool-call-parser
         --warmup --write-timeout-s
@@ -57,6 +57,7 @@ OWN_FLAGS = {
          "--timeline"} - {"--n", "--max-tokens", "--min-tokens"}
     ),
 }  # fmt: skip
+OWN_FLAGS["doctor"] = [*OWN_FLAGS["serve"], "--first-request", "--first-request-s", "--json", "--listen", "--peers"]
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
@@ -88,7 +89,7 @@ WITHOUT_ENGINE_FLAGS = {
     """),
     "join": _words("""
         --bind-cores --cluster-key-file --insecure --interface --join-timeout --join-timeout-s --model --no-bind-cores
-        --node-address --node-rank --port-range --stages
+        --model-source --node-address --node-rank --port-range --stages
     """),
     "key new": ["--out"],
     "plan": _words("""
@@ -126,14 +127,39 @@ def test_every_make_target_of_the_pages_exists() -> None:
         assert set(words) <= targets, line
 
 
-def test_every_stageline_command_of_the_readme_parses() -> None:
-    shown = [line for line in _code_lines("README.md") if line.split()[0].endswith("stageline")]
-    assert shown
+DOCS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", ["README.md", *DOCS])
+def test_every_stageline_command_of_a_page_parses(page: str) -> None:
+    shown = [line for line in _code_lines(page) if line.split()[0].endswith("stageline")]
+    assert shown or page != "README.md"
     for line in shown:
         build_parser().parse_args(shlex.split(line, comments=True)[1:])
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", DOCS)
+def test_every_flag_that_a_page_of_the_docs_names_is_one_of_a_command(page: str) -> None:
+    """In the text too, where no command shows whether it can be parsed."""
+    known = {spelling for command in _commands(build_parser()) for spelling in command}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", (ROOT / page).read_text()))
+    assert named - known - FLAGS_OF_OTHERS == set()
+
+
+FLAGS_OF_OTHERS: set[str] = set(_words("--build-arg --network --permanent --reload --add-port"))
+"""Of docker, firewall-cmd and the like."""
+
+
+def _commands(parser: argparse.ArgumentParser) -> list[list[str]]:
+    """Spellings of every command's flags."""
+    found = [[spelling for action in parser._actions for spelling in action.option_strings]]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [spellings for command in action.choices.values() for spellings in _commands(command)]
+    return found
+
+
+@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *DOCS])
 def test_every_file_that_a_page_links_to_exists(page: str) -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []

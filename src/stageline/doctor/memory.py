@@ -65,7 +65,7 @@ def check_memories(memories: Sequence[Memory], counts: Sequence[int], sizes: Ite
 
 def _way_out(memories: Sequence[Memory], counts: Sequence[int], sizes: ItemBytes) -> str:
     try:
-        other = fitting_counts(memories, counts, sizes)
+        other = fitting_counts(memories, sizes)
     except ConfigError:
         needed = sizes.embedding + sum(sizes.layers) + sizes.head
         there = sum(memory.free_bytes or 0 for memory in memories)
@@ -86,13 +86,13 @@ def _layers(layers: range) -> str:
     return f"layer {layers[0]}" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]}"
 
 
-def fitting_counts(memories: Sequence[Memory], counts: Sequence[int], sizes: ItemBytes) -> tuple[int, ...]:
+def fitting_counts(memories: Sequence[Memory], sizes: ItemBytes) -> tuple[int, ...]:
     """Layers per stage that fit everywhere, the memories with the most stages taking the most of them.
 
     Raises: ConfigError if there are none.
     """
     rooms = [StageRoom(float(len(memory.stages)), memory.free_bytes) for memory in memories]
-    shares = partition_by_cost(ItemCosts(0.0, (1.0,) * sum(counts), 0.0), rooms, sizes)
+    shares = partition_by_cost(ItemCosts(0.0, (1.0,) * len(sizes.layers), 0.0), rooms, sizes)
     found: list[int] = []
     for memory, share in zip(memories, shares, strict=True):
         found += default_layer_counts(share, len(memory.stages))
