@@ -181,6 +181,12 @@ ENDINGS = {
         "assert len(made[0].generate([1], long)[0].outputs[0].token_ids) == 400",
         0,
     ),
+    "a thread that still generates when all others have ended": (
+        "llm = LLM(model, **settings)\ndef work():\n    while True:\n        for _ in llm.stream([1], long):\n"
+        "            begun.set()\nbegun = threading.Event()\nthreading.excepthook = lambda told: None\n"
+        'threading.Thread(target=work, daemon=True).start()\nbegun.wait()\nsay("ready")\nwait_for_the_test()',
+        0,
+    ),
     "two engines at once": (
         "one, two = LLM(model, **settings), LLM(model, **settings)\n"
         "streams = [iter(one.stream([1], long)), iter(two.stream([1], long))]\n"

@@ -106,6 +106,8 @@ class MultiProcessExecutor:
         self._remote = remote
         self._running = StageProcesses(self._ranks, remote)
         self._finalizer = weakref.finalize(self, self._running.end, 0.0)
+        self._finalizer.atexit = False
+        self._exit_finalizer = weakref.finalize(self, self._running.end_processes)
         try:
             self._start(model, stages, max_model_len)
         except BaseException:
@@ -287,6 +289,7 @@ class MultiProcessExecutor:
     def _end(self, patience_s: float) -> None:
         self._running.end(patience_s)
         self._finalizer.detach()
+        self._exit_finalizer.detach()
         if self._owns_wakeup:
             self.wakeup.close()
 

@@ -175,12 +175,21 @@ class StageProcesses:
         if self._remote is not None:
             self._remote.end(patience_s)
         wait_for_ends(self.workers, patience_s)
-        for worker in self.workers:
-            worker.kill()
+        self.end_processes()
         while self.workers:
             self.workers[-1].reap()
             self.workers.pop()
         self.links.close()
+
+    def end_processes(self) -> None:
+        """End the stages here at once, and leave sockets and pipes to the system: a thread that the interpreter does
+        not wait for may be using them, and would crash it."""
+        if os.getpid() != self._owner_pid:
+            return
+        for worker in self.workers:
+            worker.kill()
+        for worker in self.workers:
+            worker.exit_status()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

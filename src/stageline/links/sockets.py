@@ -104,6 +104,8 @@ class Links:
     def _new_socket(self, kind: int, max_message_bytes: int) -> Socket:
         socket = self._context.socket(kind)
         socket.set_hwm(0)
+        # One that is garbage must not wait for the dead, either.
+        socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._sockets.append(socket)
         return socket
