@@ -11,9 +11,10 @@ import pytest
 from stageline import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from stageline.config.engine_config import EngineConfig
 from stageline.engine.core import EngineCore
-from stageline.errors import ConfigError
+from stageline.errors import ConfigError, WorkerLost
 from stageline.outputs import RequestOutput
 from tests.pipeline.failing import SETTINGS
+from tests.pipeline.running import request
 from tests.tiny_models import TinyModel, load_reference, reference_greedy
 
 NUM_LAYERS = 8
@@ -111,6 +112,28 @@ def test_a_cut_that_leaves_too_little_kv_cache_is_refused_and_all_goes_on(model:
         [output] = llm.generate([PROMPTS[0]], greedy(10), use_tqdm=False)
         assert output.outputs[0].token_ids == expected[0]
         assert [len(part.layers) for part in llm.partition] == [4, 4]
+
+
+def test_a_stage_that_is_lost_while_the_cut_is_moved_takes_no_token_along(
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a result brought is told before the stages are asked for anything: nobody else knows of it any more."""
+
+    def lose(stages: Any) -> Any:
+        raise WorkerLost(1, "killed while it changed its layers")
+
+    settings = {**SETTINGS, "pipeline_parallel_size": 2, "distributed_executor_backend": "in_process"}
+    with LLM(model, **settings) as llm:
+        core, told = llm._core, []
+        monkeypatch.setattr(core._executor, "repartition", lose)
+        core.add(request("R", PROMPTS[1], NUM_TOKENS[1]))
+        with pytest.raises(WorkerLost):
+            while True:
+                if len(told) == 10:
+                    core.cut_otherwise((1, 7))
+                told += [token_id for update in core.step() for token_id in update.token_ids]
+        known = core._scheduler._by_id["R"].token_ids[len(PROMPTS[1]) :]
+        assert told == known == expected[1][: len(told)]
 
 
 def test_a_stage_that_becomes_slow_while_serving_loses_layers(

@@ -129,6 +129,7 @@ class EngineCore:
             until_s: wait no longer than this, on the engine's clock.
         Raises: WorkerLost if a stage is gone; the pipeline is closed then.
         """
+        self._move_the_cut()
         self._fill_window()
         if len(self._in_flight) == 0 and not self._scheduler.is_waiting_for_masks:
             if self._ends_for_want_of_masks:
@@ -176,7 +177,7 @@ class EngineCore:
 
     def _fill_window(self) -> None:
         self._send_masks()
-        if self._is_held_back():
+        if self._wants_to_move:
             return
         self._in_flight.window = self._scheduler.most_in_flight
         while self._in_flight.has_room:
@@ -204,14 +205,16 @@ class EngineCore:
                 )
             )
 
-    def _is_held_back(self) -> bool:
+    @property
+    def _wants_to_move(self) -> bool:
         """Nothing is launched before the layers are cut otherwise, which is done once nothing is in flight."""
-        if self._balancer is None or not self._balancer.wants_to_move:
-            return False
-        if len(self._in_flight):
-            return True
-        self._tell(self._balancer.move(self._scheduler))
-        return False
+        return self._balancer is not None and self._balancer.wants_to_move
+
+    def _move_the_cut(self) -> None:
+        """If that is wanted. Only when a step begins: a stage may be lost meanwhile, and with it what a result brought
+        and nobody has been told yet."""
+        if self._balancer is not None and self._wants_to_move and len(self._in_flight) == 0:
+            self._tell(self._balancer.move(self._scheduler))
 
     def cut_otherwise(self, layer_counts: Sequence[int]) -> None:
         """Move layers between the stages as soon as nothing is in flight; requests that run are computed again.
