@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 _CLONE_NEWNET = 0x40000000
@@ -83,6 +83,12 @@ class Network:
         """What `shape` limited is unlimited again."""
         command = ["tc", "-n", self._machines[machine], "qdisc", "del", "dev", "eth0", "root"]
         subprocess.run(command, check=True, capture_output=True, timeout=20)
+
+    def part(self, machines: Sequence[int], are_parted: bool = True) -> None:
+        """Nothing gets through between these machines, each of which still reaches the others; or again."""
+        for machine in machines:
+            state = "on" if are_parted else "off"
+            _ip("-n", self._switch, "link", "set", f"p{machine}", "type", "bridge_slave", "isolated", state)
 
     def pull_out(self, machine: int) -> None:
         """The cable of a machine: nothing gets through, and nobody is told."""

@@ -58,14 +58,18 @@ class Cluster:
         return answer.choices[0].message.content or ""
 
     def lose(self, machine: int, how: str) -> None:
-        """Killed, as if switched off; stopped, as if it stood still; or unplugged."""
-        if how == "unplugged":
+        """Killed, as if switched off; stopped, as if it stood still; unplugged; parted from others that are."""
+        if how == "parted":
+            self.several.network.part([machine])
+        elif how == "unplugged":
             self.several.network.pull_out(machine)
         else:
             self.nodes[machine].hurt(signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
     def bring_back(self, machine: int, how: str) -> None:
-        if how == "unplugged":
+        if how == "parted":
+            self.several.network.part([machine], False)
+        elif how == "unplugged":
             self.several.network.plug_in(machine)
         elif how == "stopped":
             self.nodes[machine].hurt(signal.SIGCONT)
@@ -174,7 +178,11 @@ def test_a_wrong_place_is_told_in_one_line(several: Machines) -> None:
     assert open_door.finish() == 2 and "--cluster-key-file" in open_door.lines[-1]
 
 
-@pytest.mark.parametrize("lost", [{2: "killed"}, {1: "unplugged", 2: "stopped"}], ids=["killed", "silent"])
+@pytest.mark.parametrize(
+    "lost",
+    [{2: "killed"}, {1: "unplugged", 2: "stopped"}, {1: "parted", 2: "parted"}],
+    ids=["killed", "silent", "parted"],
+)
 def test_lost_machines_cost_open_requests_and_come_back(cluster: Cluster, lost: dict[int, str]) -> None:
     before, seen = cluster.chat(), len(cluster.head.lines)
     with cluster.several.network.inside(0):

@@ -49,6 +49,11 @@ def test_what_cannot_work_is_refused(asked: dict[str, Any], words: list[str]) ->
     [
         ({"pipeline_parallel_size": 1}, HEAD, ["--pipeline-parallel-size 1", "2 machines", "-pp 2"]),
         ({"pipeline_parallel_size": 2}, {**HEAD, "stages": 2}, ["--stages is 2", "at most 1"]),
+        (
+            {"pipeline_parallel_size": 2},
+            {**HEAD, "master_port": 29876, "port_range": "29870-29880"},
+            ["--port-range 29870-29880", "--master-port 29876"],
+        ),
         ({"distributed_executor_backend": "in_process"}, HEAD, ["in_process"]),
         ({"pipeline_parallel_size": 2}, {**HEAD, "master_addr": "10.77.99.1"}, ["10.77.99.1", "--cluster-key-file"]),
         ({"pipeline_parallel_size": 2}, {**HEAD, "master_addr": "no.such.invalid"}, ["--master-addr no.such.invalid"]),
@@ -72,6 +77,12 @@ def test_a_port_that_is_in_use_is_refused_and_a_range_is_searched_for_a_free_one
             check_head(EngineConfig(model="m", pipeline_parallel_size=2), cluster, LinkAccess())
         with pytest.raises(ConfigError, match="--port-range"):
             HeldPort("127.0.0.1", range(port, port + 1))
+        engine = EngineConfig(model="m", pipeline_parallel_size=2)
+        with pytest.raises(ConfigError, match=f"--port and --master-port are both {port}: .*give two"):
+            check_head(engine, cluster, LinkAccess(), api_port=port)
+        with pytest.raises(ConfigError, match=f"ports {port} to {port} of 127.0.0.1 are all in use.*--port-range"):
+            ranged = ClusterConfig(**HEAD, master_port=_free_port(), port_range=str(port)).check()
+            check_head(engine, ranged, LinkAccess(), api_port=port)
     first = HeldPort("127.0.0.1", range(port, port + 1))
     # Held, and not listened on: another machine's agent passes it by, a stage's socket may have it.
     second = HeldPort("127.0.0.1", range(port, port + 50))
@@ -81,6 +92,12 @@ def test_a_port_that_is_in_use_is_refused_and_a_range_is_searched_for_a_free_one
     links.close()
     first.close()
     second.close()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def test_ranks_are_given_for_all_stages_or_for_each() -> None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 import pytest
 import zmq
 
+from stageline.config import environment
 from stageline.errors import ConfigError
 from stageline.links.keys import ClusterKey, LinkSecurity
 from stageline.links.refusals import RefusalLog
@@ -250,3 +251,19 @@ def test_refusals_fill_no_disk_and_none_is_forgotten() -> None:
     assert [line for line in lines if line] == [f"refusal {number}" for number in range(5)]
     assert log.line("one more", 60.0) == "one more (995 more were refused since the line before)"
     assert log.line("and one", 60.1) == "and one"
+
+
+def test_whether_a_link_is_up_is_known_when_it_is_and_within_its_time(new_links: NewLinks) -> None:
+    receiver = new_links(KEY).receiver(LOOPBACK)
+    links = new_links(KEY)
+    links.sender(bound_address(receiver))
+    assert links.wait_until_up(bound_address(receiver), PATIENCE_MS / 1000)
+    stranger = new_links(OTHER_KEY)
+    stranger.sender(bound_address(receiver))
+    assert not stranger.wait_until_up(bound_address(receiver), 0.2)
+    assert links.wait_until_up("ipc:///tmp/whatever", 0)
+
+
+def test_what_children_inherit_holds_no_key() -> None:
+    keys = {"STAGELINE_CLUSTER_KEY": "secret", "STAGELINE_API_KEY": "secret"}
+    assert environment.for_children({**keys, "PATH": "/bin"}) == {"PATH": "/bin"}

@@ -53,6 +53,9 @@ _NOTICE_S = 10.0
 
 _LAST_WORDS_S = 0.3
 
+_NEXT_WAYS_S = 3.0
+"""Ways that were lost are looked for again after this time."""
+
 _WAY_S = 15.0
 """A node may take this long to measure the ways to the next one."""
 
@@ -104,6 +107,8 @@ class Head:
         self._running: dict[int, bytes] = {}
         self._loss_due: tuple[float, WorkerLost] | None = None
         self._is_first = True
+        self._no_way = ""
+        self._next_ways_s = 0.0
 
     # ---- who takes part ----
 
@@ -120,7 +125,7 @@ class Head:
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         notice_s = began_s + _NOTICE_S
-        while not (self._membership.is_complete() and self._find_ways()):
+        while not (self._membership.is_complete() and self._are_ways_due() and self._find_ways()):
             now_s = self._clock.now_s()
             if now_s >= deadline_s:
                 raise ConfigError(self._who_is_missing(now_s - began_s))
@@ -128,6 +133,8 @@ class Head:
                 logger.info("%s", self._who_is_missing(now_s - began_s))
                 notice_s = now_s + _NOTICE_S
             until_s = min(deadline_s, notice_s, self._membership.next_deadline_s() or math.inf)
+            if self._membership.is_complete():
+                until_s = min(until_s, self._next_ways_s)
             poller.poll(math.ceil(max(0.0, until_s - now_s) * 1000))
             while self.receive() is not None:
                 pass  # a stage of an earlier pipeline
@@ -144,6 +151,8 @@ class Head:
         logger.info("waiting for other machines; type on each of them:  stageline join %s%s", self._address, key)
 
     def _who_is_missing(self, waited_s: float) -> str:
+        if self._no_way and self._membership.is_complete():
+            return f"all machines are there, but not the ways between them, after {waited_s:.0f} s: {self._no_way}"
         num_here = sum(member.is_ready for member in self._membership.members.values()) + 1
         ranks = self._membership.missing_ranks()
         of = f" of {self._cluster.nnodes}" if self._cluster.nnodes else ""
@@ -171,13 +180,17 @@ class Head:
     def input_of(self, stage_index: int) -> str:
         return self._ways[self._node_of(stage_index)]
 
+    def _are_ways_due(self) -> bool:
+        return self._clock.now_s() >= self._next_ways_s
+
     def _find_ways(self) -> bool:
-        """From each node to the next. Returns: whether all are still there.
+        """From each node to the next. Returns: whether all are still there, and have one.
 
         Raises: HandshakeError if there is none, when the pipeline starts for the first time.
         """
         self._shares = self._membership.shares()
         members = dict(self._membership.members)
+        told: list[str] = []
         for sender, receiver in pairwise(sorted(self._shares)):
             hello = members[receiver].hello
             asked = FindWay(receiver, hello.addresses or [hello.address], self._step_bytes)
@@ -186,16 +199,27 @@ class Head:
                 return False
             is_known = leads_to(found, (hello.address, *hello.addresses))
             if is_known:
-                logger.info("activations from node %d to node %d: %s", sender, receiver, found.words)
+                told.append(f"activations from node {sender} to node {receiver}: {found.words}")
             elif self._is_first:
                 error = HandshakeError("links", f"node {sender} cannot reach node {receiver}: {found.words}")
                 for joined in self._membership.members.values():
                     self._send(joined.identity, Refused(error.step, error.reason))
                 raise error
             else:
-                logger.warning("no way from node %d to node %d was found: %s", sender, receiver, found.words)
-            self._ways[receiver] = str(found.url) if is_known else TcpAddress.parse(hello.address).url
+                self._look_again_later(f"node {sender} cannot reach node {receiver}: {found.words}")
+                return False
+            self._ways[receiver] = str(found.url)
+        self._no_way = ""
+        for line in told:
+            logger.info("%s", line)
         return True
+
+    def _look_again_later(self, why: str) -> None:
+        now_s = self._clock.now_s()
+        if why != self._no_way:
+            logger.warning("%s; it is tried again", why)
+        self._no_way, self._next_ways_s = why, now_s + _NEXT_WAYS_S
+        self._answer(self._membership.ask_all(now_s))
 
     def _measure(self, identity: bytes | None, asked: FindWay) -> WayFound:
         """Args: identity: of the node that measures; None is this one."""

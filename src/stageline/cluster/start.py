@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stageline.cluster.ports import check_port, resolve
+from stageline.cluster.ports import HeldPort, check_port, resolve
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError
@@ -22,7 +22,9 @@ def link_access(cluster: ClusterConfig, is_insecure: bool) -> LinkAccess:
     return LinkAccess(None if security.key is None else security.key.text(), is_insecure=security.key is None)
 
 
-def check_head(engine: EngineConfig, cluster: ClusterConfig, access: LinkAccess) -> None:
+def check_head(
+    engine: EngineConfig, cluster: ClusterConfig, access: LinkAccess, api_port: int | None = None
+) -> None:
     """Refuse what the head could not listen on, or run. Raises: ConfigError."""
     if not cluster.is_spread:
         return
@@ -50,4 +52,15 @@ def check_head(engine: EngineConfig, cluster: ClusterConfig, access: LinkAccess)
         )
     address = TcpAddress(resolve(cluster.master_addr, "--master-addr"), cluster.master_port)
     check_is_protected(address, access.security())
+    if address.port == api_port:
+        raise ConfigError(
+            f"--port and --master-port are both {api_port}: one is for clients, the other for machines; give two"
+        )
     check_port(address.host, address.port, "--master-port")
+    if cluster.master_port in cluster.ports:
+        raise ConfigError(
+            f"--port-range {cluster.port_range} holds --master-port {cluster.master_port}, where other machines join; "
+            "leave it out of the range"
+        )
+    own = resolve(cluster.node_address, "--node-address") if cluster.node_address else address.host
+    HeldPort(own, cluster.ports).close()

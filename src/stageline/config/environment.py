@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+_SECRETS = ("STAGELINE_CLUSTER_KEY", "STAGELINE_API_KEY")
+
+
 @dataclass(frozen=True)
 class Variable:
     """One that is set. `name` is for messages."""
@@ -59,6 +62,11 @@ def interface(environ: Mapping[str, str] = os.environ) -> Variable | None:
 def client_api_key(environ: Mapping[str, str] = os.environ) -> str | None:
     """The first of STAGELINE_API_KEY, or OPENAI_API_KEY: what this process sends to a server as its client."""
     return next(iter(api_keys(environ)), None) or environ.get("OPENAI_API_KEY") or None
+
+
+def for_children(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """What this process's own children inherit: all but keys, which they get by their standard input if at all."""
+    return {name: value for name, value in environ.items() if name not in _SECRETS}
 
 
 def notify_socket(environ: Mapping[str, str] = os.environ) -> str | None:

@@ -18,6 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from stageline.config import environment
+
 _LENGTH_BYTES = 8
 _READ_BYTES = 1 << 16
 
@@ -53,7 +55,7 @@ class ChildProcess:
                 stdin=config_fd,
                 pass_fds=(child_exit_fd, *pass_fds),
                 process_group=0,
-                env={**os.environ, **(environ or {})},
+                env={**environment.for_children(), **(environ or {})},
             )
         except BaseException:
             self._close()

@@ -59,6 +59,8 @@ class Guard:
     def __init__(self, context: zmq.Context[Any], security: LinkSecurity | None, on_broken: OnBroken | None) -> None:
         self._on_broken = on_broken
         self._troubles: dict[str, str] = {}
+        self._up: set[str] = set()
+        self._news = threading.Condition()
         self._log = RefusalLog()
         self._bell = Wakeup()
         self._is_over = False
@@ -85,6 +87,11 @@ class Guard:
     def trouble(self, address: str) -> str | None:
         """Why there is no connection to an address that this process connects to; None if nothing is known."""
         return self._troubles.get(address)
+
+    def wait_until_up(self, address: str, timeout_s: float) -> bool:
+        """Whether an address that this process connects to is connected within that time."""
+        with self._news:
+            return self._news.wait_for(lambda: address in self._up, timeout_s)
 
     def stop(self) -> None:
         """Returns when the thread has ended. The sockets' monitors must be disabled before."""
@@ -142,6 +149,9 @@ class Guard:
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             of.is_up = True
             self._troubles.pop(of.address, None)
+            with self._news:
+                self._up.add(of.address)
+                self._news.notify_all()
 
     def _disconnected(self, of: Watched, peer: str | None) -> None:
         """Of a listening socket's connections it is not told which one was up: only connecting ends hear of breaks."""
@@ -149,6 +159,7 @@ class Guard:
         was_up, of.is_up = of.is_up, False
         if peer is None:
             self._troubles[of.address] = failure or (BROKEN if was_up else _WRONG_KEY)
+            self._up.discard(of.address)
             if was_up and self._on_broken is not None:
                 self._on_broken(of.address)
         if failure is not None:

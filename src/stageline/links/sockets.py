@@ -30,7 +30,12 @@ _HANDSHAKE_S = 5.0
 """Who has not shown its key by then is cut off."""
 
 _HEARTBEAT_S, _SILENCE_S = 2.0, 10.0
-"""A sign of life waits behind the message that is under way, so silence may last as long as the largest one takes."""
+"""A sign of life waits behind the message that is under way. So only who gets small messages may take silence for
+death; for the others a slow link would look like a dead one."""
+
+_UNACKNOWLEDGED_S = 8.0
+"""A link on which nothing that was sent arrives for this long is dead. The system knows how far a message got: a large
+one may take as long as it likes."""
 
 _CONNECT_S = 3.0
 _RECONNECT_S, _RECONNECT_MOST_S = 0.1, 2.0
@@ -69,9 +74,16 @@ class Links:
         """
         return self._bind(self._new_socket(zmq.PULL, max_message_bytes), address)
 
-    def listener(self, address: str, max_message_bytes: int = MAX_CONTROL_BYTES) -> Socket:
-        """Binds an address that many callers connect to: a ROUTER, whose messages begin with the caller's identity."""
+    def listener(
+        self, address: str, max_message_bytes: int = MAX_CONTROL_BYTES, most_waiting: int = 0
+    ) -> Socket:
+        """Binds an address that many callers connect to: a ROUTER, whose messages begin with the caller's identity.
+
+        Args:
+            most_waiting: frames that may wait for one caller, or from it, before sending fails; 0 for any number.
+        """
         socket = self._new_socket(zmq.ROUTER, max_message_bytes)
+        socket.set_hwm(most_waiting)
         # A message to a caller that is gone is an error, not silence.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         return self._bind(socket, address)
@@ -90,6 +102,10 @@ class Links:
     def trouble(self, address: str) -> str | None:
         """Why there is no connection to a TCP address that was connected to; None if there is one, or none failed."""
         return None if self._guard is None else self._guard.trouble(address)
+
+    def wait_until_up(self, address: str, timeout_s: float) -> bool:
+        """Whether a sender's or caller's address is connected within that time; ipc is at once."""
+        return self._guard is None or not is_tcp(address) or self._guard.wait_until_up(address, timeout_s)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close all sockets, giving what was sent at most `linger_s` seconds to leave. No other thread may use them."""
@@ -142,7 +158,8 @@ class Links:
         tcp = destination_of(address)
         check_is_protected(tcp, self._security)
         socket.setsockopt(zmq.IPV6, tcp.is_ipv6())
-        for option, duration_s in _TCP_TIMES_S.items():
+        silence_s = _SILENCE_S if socket.type == zmq.DEALER else 0.0
+        for option, duration_s in (*_TCP_TIMES_S.items(), (zmq.HEARTBEAT_TIMEOUT, silence_s)):
             socket.setsockopt(option, int(duration_s * 1000))
         if self._guard is None:
             self._guard = Guard(self._context, self._security, self._on_broken)
@@ -153,8 +170,8 @@ class Links:
 _TCP_TIMES_S = {
     zmq.HANDSHAKE_IVL: _HANDSHAKE_S,
     zmq.HEARTBEAT_IVL: _HEARTBEAT_S,
-    zmq.HEARTBEAT_TIMEOUT: _SILENCE_S,
-    zmq.HEARTBEAT_TTL: _SILENCE_S,
+    zmq.HEARTBEAT_TTL: 0.0,
+    zmq.TCP_MAXRT: _UNACKNOWLEDGED_S,
     zmq.CONNECT_TIMEOUT: _CONNECT_S,
     zmq.RECONNECT_IVL: _RECONNECT_S,
     zmq.RECONNECT_IVL_MAX: _RECONNECT_MOST_S,

@@ -16,6 +16,7 @@ import traceback
 import msgspec
 import zmq
 
+from stageline.clock import MonotonicClock
 from stageline.errors import ConfigError
 from stageline.executor.messages import Failed, WorkerConfig
 from stageline.links.child_process import read_message
@@ -24,6 +25,7 @@ from stageline.links.sockets import Links
 from stageline.log import set_up_logging
 from stageline.timeline.recorder import Recorder
 from stageline.timeline.stage_counters import StageAccount
+from stageline.worker.broken_links import BrokenLinks
 from stageline.worker.responder import start_responder
 
 _LAST_WORDS_S = 2.0
@@ -36,7 +38,8 @@ def main() -> int:
     faulthandler.enable()
     _wake_when_the_engine_dies()
     config = _read_config()
-    links = Links(config.access.security())
+    broken = BrokenLinks(config, MonotonicClock())
+    links = Links(config.access.security(), on_broken=broken.on_broken)
     if config.caller_name:
         engine = links.caller(config.engine_address, identity=f"{config.caller_name}.control".encode())
     else:
@@ -45,7 +48,7 @@ def main() -> int:
         set_up_logging(config.log_level, config.stage_index)
         control = engine if config.caller_name else links.receiver(config.control_address)
         account, recorder = StageAccount(config.stage_index), Recorder()
-        start_responder(config, account, recorder)
+        start_responder(config, account, recorder, broken)
         _run(config, links, control, engine, account, recorder)
         return 0
     except BaseException as error:

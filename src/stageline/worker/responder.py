@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -28,6 +29,7 @@ from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links, Socket
 from stageline.timeline.recorder import Recorder
 from stageline.timeline.stage_counters import StageAccount, StageCounters
+from stageline.worker.broken_links import BrokenLinks
 
 _LAST_WORDS_S = 0.5
 
@@ -36,6 +38,7 @@ def start_responder(
     config: WorkerConfig,
     account: StageAccount,
     recorder: Recorder,
+    broken: BrokenLinks,
 ) -> None:
     """Start the thread. It needs no stopping: it ends with the process.
 
@@ -51,16 +54,23 @@ def start_responder(
 
     def respond() -> None:
         poller = zmq.Poller()
-        for source in (pings, *signs_of_the_end):
+        for source in (pings, broken.fd, *signs_of_the_end):
             poller.register(source, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll())
+            patience_s = None if broken.due_s is None else max(0.0, broken.due_s - clock.now_s())
+            ready = dict(poller.poll(None if patience_s is None else math.ceil(patience_s * 1000)))
             if not ready.keys().isdisjoint(signs_of_the_end):
                 shutil.rmtree(config.socket_folder, ignore_errors=True)
                 if config.caller_name:
                     answers.send(encode_message(Failed(stage_index, "its node was stopped", "", is_config_error=False)))
                     links.close(linger_s=_LAST_WORDS_S)
                 os._exit(1)
+            if broken.fd in ready:
+                broken.heard()
+            if (reason := broken.take_due()) is not None:
+                answers.send(encode_message(Failed(stage_index, reason, "", is_config_error=False, rank=config.rank)))
+            if pings not in ready:
+                continue
             try:
                 asked = decoder.decode(pings.recv())
             except FrameError:

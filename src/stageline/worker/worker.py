@@ -49,12 +49,16 @@ from stageline.timeline.recorder import Recorder
 from stageline.timeline.span import Span, SpanKind
 from stageline.timeline.stage_counters import StageAccount, StageState
 from stageline.worker.activation_codec import ActivationCodec
+from stageline.worker.broken_links import neighbour_at
 from stageline.worker.build import build_stage, change_layers
 from stageline.worker.measure import ItemTimer, calibrate
 from stageline.worker.meet_ranks import meet_ranks
 from stageline.worker.sampled_tokens import AwaitedTokens
 from stageline.worker.stage import PreparedMicrobatch, Stage
 from stageline.worker.stretch import wait_until
+
+_CONNECT_S = 10.0
+"""Within which a stage reaches its neighbour on another machine, once all are loaded."""
 
 
 @dataclass(frozen=True)
@@ -396,6 +400,7 @@ class Worker:
                 raise FrameError(f"an allocation with {name} {value}; expected {lowest} to {most}")
         if message.epoch < 0 or message.first_microbatch < 0:
             raise FrameError(f"an allocation for microbatch {message.first_microbatch} of epoch {message.epoch}")
+        self._check_links_are_up()
         self._stage.allocate_kv(limits)
         self._next_microbatch = (message.epoch, message.first_microbatch)
         # All that loading left lives as long as the process: the collector need not look at it between microbatches.
@@ -405,6 +410,15 @@ class Worker:
             self._account.start(self._clock.now_s())
         self._is_started = True
         self._engine.send(encode_message(Allocated(self._config.stage_index, self._config.rank)))
+
+    def _check_links_are_up(self) -> None:
+        """All stages listen by now. Raises: ConnectionError if one that this one sends to is not reached."""
+        config = self._config
+        one, tokens = config.output_address, config.token_output_address
+        for address in (one, *config.more_output_addresses, tokens, *config.more_token_output_addresses):
+            if address is not None and not self._links.wait_until_up(address, _CONNECT_S):
+                trouble = self._links.trouble(address) or f"no answer within {_CONNECT_S:g} s"
+                raise ConnectionError(f"{neighbour_at(config, address)} cannot be reached: {trouble}")
 
     def _receive_activation(self, prepared: PreparedMicrobatch) -> torch.Tensor:
         """The stage before's output for this microbatch; if it came as it was computed, still in its frame."""
