@@ -146,7 +146,7 @@ def test_every_flag_that_a_page_of_the_docs_names_is_one_of_a_command(page: str)
     assert named - known - FLAGS_OF_OTHERS == set()
 
 
-FLAGS_OF_OTHERS: set[str] = set(_words("--build-arg --network --permanent --reload --add-port"))
+FLAGS_OF_OTHERS: set[str] = set(_words("--add-port --entrypoint --from-literal --hostname --name --network --permanent --reload --timeout"))
 """Of docker, firewall-cmd and the like."""
 
 

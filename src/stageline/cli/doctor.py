@@ -127,7 +127,7 @@ def _listen(text: str, asked: Asked) -> int:
         if not port.isdecimal():
             raise ConfigError(f"--listen {text}: {port!r} is no port; give ADDRESS or ADDRESS:PORT")
     address = resolve(host.strip("[]"), "--listen")
-    security = given_security(asked.cluster.check().cluster_key_file, asked.serve.insecure)
+    security = given_security(asked.cluster.cluster_key_file, asked.serve.insecure)
     devices: Any
     try:
         devices = ask_devices(asked.engine.device)
