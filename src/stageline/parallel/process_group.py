@@ -6,9 +6,11 @@ One idea: they find one another by a file in the pipeline's own folder, so no po
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 _PATIENCE = timedelta(days=1)
 """Whoever watches the ranks notices a lost one, and ends the others; torch's own limit would end idle ones."""
@@ -25,15 +27,7 @@ class ProcessGroupRanks:
     def __init__(self, meeting_file: str, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
         self.size = size
-        store = dist.FileStore(meeting_file, size)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            self._group: dist.ProcessGroup = dist.ProcessGroupNCCL(store, rank, size, _PATIENCE)
-        else:
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-            options._timeout = _PATIENCE
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        self._group = _join(meeting_file, rank, size, device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = x.clone()
@@ -47,3 +41,18 @@ class ProcessGroupRanks:
 
     def broadcast(self, x: torch.Tensor) -> None:
         self._group.broadcast(x, 0).wait()
+
+
+def _join(meeting_file: str, rank: int, size: int, device: torch.device) -> Any:
+    """torch's group; its classes are not typed."""
+    group: Any = distributed_c10d
+    store = dist.FileStore(meeting_file, size)  # type: ignore[attr-defined]
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options = group.ProcessGroupNCCL.Options()
+        options._timeout = _PATIENCE
+        return group.ProcessGroupNCCL(store, rank, size, options)
+    options = group.ProcessGroupGloo._Options()
+    options._devices = [group.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = _PATIENCE
+    return group.ProcessGroupGloo(store, rank, size, options)
