@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -60,19 +61,43 @@ _WAY_S = 15.0
 """A node may take this long to measure the ways to the next one."""
 
 
+class Fleet(Protocol):
+    """Who starts the nodes, if that is not a person."""
+
+    @property
+    def fd(self) -> int:
+        """Readable when there is something to `check`."""
+        ...
+
+    def start_nodes(self) -> None:
+        """Called once, when the head listens."""
+        ...
+
+    def check(self) -> None:
+        """Raises: ConfigError if a node cannot be started."""
+        ...
+
+
 class Head:
     """Listens until `close`. Also what the executor sees of other machines' stages (`RemoteStages`).
 
     Args:
         access: how links are protected.
-        key_flag: what a node has to type for the key, for the log.
+        fleet: starts the nodes; None leaves that to people.
     Raises: ConfigError if the port cannot be listened on.
     """
 
     def __init__(
-        self, config: EngineConfig, cluster: ClusterConfig, checkpoint: Checkpoint, access: LinkAccess, clock: Clock
+        self,
+        config: EngineConfig,
+        cluster: ClusterConfig,
+        checkpoint: Checkpoint,
+        access: LinkAccess,
+        clock: Clock,
+        fleet: Fleet | None = None,
     ) -> None:
         assert cluster.master_addr is not None
+        self._fleet = fleet
         self.access = access
         self._clock = clock
         self._cluster = cluster
@@ -124,6 +149,8 @@ class Head:
         self._answer(self._membership.ask_all(began_s))
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
+        if self._fleet is not None:
+            poller.register(self._fleet.fd, zmq.POLLIN)
         notice_s = began_s + _NOTICE_S
         while not (self._membership.is_complete() and self._are_ways_due() and self._find_ways()):
             now_s = self._clock.now_s()
@@ -135,7 +162,9 @@ class Head:
             until_s = min(deadline_s, notice_s, self._membership.next_deadline_s() or math.inf)
             if self._membership.is_complete():
                 until_s = min(until_s, self._next_ways_s)
-            poller.poll(math.ceil(max(0.0, until_s - now_s) * 1000))
+            ready = dict(poller.poll(math.ceil(max(0.0, until_s - now_s) * 1000)))
+            if self._fleet is not None and self._fleet.fd in ready:
+                self._fleet.check()
             while self.receive() is not None:
                 pass  # a stage of an earlier pipeline
         self._membership.is_settled = True
@@ -145,6 +174,9 @@ class Head:
 
     def _say_how_to_join(self) -> None:
         if not self._is_first:
+            return
+        if self._fleet is not None:
+            self._fleet.start_nodes()
             return
         key = "" if self.access.key is None else " --cluster-key-file FILE"
         key = " --insecure" if self.access.is_insecure else key

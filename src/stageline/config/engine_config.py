@@ -10,7 +10,7 @@ from stageline.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ACTIVATION_DTYPES = ("auto", "int8", "fp8")
-EXECUTORS = ("multi_process", "in_process")
+EXECUTORS = ("multi_process", "mp", "in_process", "ray")
 QUANTIZATIONS = ("none", "int8")
 # What `--pp-layer-partition` may say instead of counts, and what is made as small as can be then.
 AUTO_CHUNK = "auto"
@@ -72,7 +72,8 @@ class EngineConfig:
         30.0, "for how long it has to be that; twice as long after each move", group="pipeline", metavar="SECONDS"
     )
     distributed_executor_backend: str = setting(
-        "multi_process", "one process per stage, or all stages in this process", choices=EXECUTORS, group="pipeline"
+        "multi_process", "multi_process or mp: one process per stage; in_process: all stages in this process; ray: on "
+        "the machines of a Ray cluster, with `stageline serve` only", choices=EXECUTORS, group="pipeline"
     )
     max_microbatches_in_flight: int | None = setting(
         None, "most microbatches in the pipeline at once, at least one per stage; the engine takes more than "

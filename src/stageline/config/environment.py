@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,11 @@ def interface(environ: Mapping[str, str] = os.environ) -> Variable | None:
     return _variable("STAGELINE_INTERFACE", environ) or _variable("NCCL_SOCKET_IFNAME", environ)
 
 
+def ray_address(environ: Mapping[str, str] = os.environ) -> str | None:
+    """RAY_ADDRESS: the cluster that Ray connects to; Ray reads it itself."""
+    return environ.get("RAY_ADDRESS") or None
+
+
 def client_api_key(environ: Mapping[str, str] = os.environ) -> str | None:
     """The first of STAGELINE_API_KEY, or OPENAI_API_KEY: what this process sends to a server as its client."""
     return next(iter(api_keys(environ)), None) or environ.get("OPENAI_API_KEY") or None
@@ -79,6 +84,11 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     home = environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     return base / "stageline"
+
+
+def show_cuda_devices(names: list[str], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let the processes that are started from now on see these GPUs only."""
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
 def _variable(name: str, environ: Mapping[str, str]) -> Variable | None:

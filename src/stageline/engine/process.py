@@ -6,6 +6,7 @@ the owner's orders, and ends the process when the owner is gone.
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import gc
 import logging
@@ -16,11 +17,14 @@ from collections import deque
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from stageline.checkpoint import open_checkpoint
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.clock import Clock, MonotonicClock
 from stageline.cluster.head import Head
+from stageline.cluster.ray_fleet import BACKEND, RayFleet
+from stageline.config import environment
 from stageline.engine.engine_loop import EngineLoop
 from stageline.engine.messages import (
     Drained,
@@ -113,10 +117,27 @@ class _Engine:
         responder = Responder(config, self._clock, self._orders)
         responder.start()
         checkpoint = open_checkpoint(config.model_path)
-        head = None
-        if config.cluster is not None and config.cluster.is_spread:
-            head = Head(config.engine, config.cluster, checkpoint, config.access, self._clock)
-        self._run_pipelines(checkpoint, incoming, responder, head)
+        fleet = self._place_by_ray()
+        try:
+            cluster, head = config.cluster if fleet is None else fleet.cluster, None
+            if cluster is not None and cluster.is_spread:
+                head = Head(config.engine, cluster, checkpoint, config.access, self._clock, fleet)
+            self._run_pipelines(checkpoint, incoming, responder, head)
+        finally:
+            if fleet is not None:
+                fleet.close()
+
+    def _place_by_ray(self) -> RayFleet | None:
+        """None if that was not asked for. Raises: ConfigError."""
+        asked = self._config
+        if asked.engine.distributed_executor_backend != BACKEND or asked.cluster is None:
+            return None
+        fleet = RayFleet(asked.engine, asked.cluster, asked.access)
+        if fleet.own_gpus:
+            environment.show_cuda_devices(fleet.own_gpus)
+        # What Ray decides is decided: from here on it is a process per stage.
+        self._config = replace(asked, engine=dataclasses.replace(asked.engine, distributed_executor_backend="mp"))
+        return fleet
 
     def _run_pipelines(
         self, checkpoint: Checkpoint, incoming: zmq.Socket[bytes], responder: Responder, head: Head | None

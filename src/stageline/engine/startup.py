@@ -144,6 +144,10 @@ def start_pipeline(
     Raises: ConfigError before anything starts for whatever can be known by then, or after loading if memory is short,
         with everything stopped again; WorkerLost if a stage dies on the way.
     """
+    if config.distributed_executor_backend == "ray":
+        raise ConfigError(
+            "--distributed-executor-backend ray works with `stageline serve` only; leave it out, or be a client of a server"
+        )
     max_model_len = check_before_start(config, checkpoint)
     loaded = _load(config, checkpoint, max_model_len, clock, on_progress, remote, wakeup)
     rules = LayoutRules(config, checkpoint, max_model_len)

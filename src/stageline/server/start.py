@@ -9,6 +9,7 @@ import time
 
 from stageline.checkpoint import open_checkpoint
 from stageline.checkpoint.tokenizer import load_tokenizer
+from stageline.cluster.ray_fleet import BACKEND, check_ray, ray_access
 from stageline.cluster.start import check_head, link_access
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
@@ -31,9 +32,13 @@ def serve(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig | Non
     config = with_all_api_keys(serve.check())
     tls = make_ssl_context(config)
     cluster = (cluster or ClusterConfig()).check()
-    access = link_access(cluster, is_insecure=config.insecure)
+    is_by_ray = engine.distributed_executor_backend == BACKEND
+    if is_by_ray:
+        check_ray(engine, cluster)
+    access = (ray_access if is_by_ray else link_access)(cluster, is_insecure=config.insecure)
     with bind(config) as listening:
-        check_head(engine, cluster, access)
+        if not is_by_ray:
+            check_head(engine, cluster, access)
         check_open_files(engine.pipeline_parallel_size)
         checkpoint = open_checkpoint(engine.check().model)
         check_before_start(engine, checkpoint)

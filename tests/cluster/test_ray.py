@@ -1,0 +1,115 @@
+"""The pipeline on a Ray cluster: Ray places and watches, nodes join as others do, a lost one comes back elsewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster.network import Network
+from tests.cluster.ray_nodes import RayNodes, ray_nodes
+from tests.server.served import Served
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (the extra `ray`)"),
+]
+
+WRONG_START_S = 20.0
+FLAGS = ["--distributed-executor-backend", "ray", "--master-port", "29800", "--heartbeat-timeout-s", "2"]
+
+
+@pytest.fixture(scope="module")
+def ray(network: Network) -> Iterator[RayNodes]:
+    with ray_nodes(network, 2) as nodes:
+        yield nodes
+
+
+@contextmanager
+def served(network: Network, ray: RayNodes, model: str, home: Path, *flags: str, address: str = "") -> Iterator[Served]:
+    """The command, on machine 0."""
+    with network.inside(0):
+        server = Served(model, *FLAGS, *flags, home=home, environ={"RAY_ADDRESS": address or ray.address})
+    try:
+        yield server
+    except BaseException:
+        print(server.log)
+        raise
+    finally:
+        server.destroy()
+
+
+def _complete(network: Network, server: Served) -> str:
+    with network.inside(0), httpx.Client(timeout=60) as client:
+        body = {"model": server.model, "prompt": "Hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = client.post(f"http://127.0.0.1:{server.port}/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def _stages_of(parent: int) -> list[int]:
+    """Processes of stages that Ray's processes started, not the server's own."""
+    own = {child.pid for child in psutil.Process(parent).children(recursive=True)}
+    agents = [p for p in psutil.process_iter() if "stageline.cluster.node_process" in _words(p) and p.pid not in own]
+    return [child.pid for agent in agents for child in agent.children(recursive=True)]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_a_pipeline_on_ray_answers_as_one_process_does_and_a_lost_machine_is_replaced_by_another(
+    network: Network, ray: RayNodes, tiny_model: str, tmp_path: Path
+) -> None:
+    from stageline import LLM, SamplingParams
+
+    settings = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB"}
+    with LLM(tiny_model, distributed_executor_backend="in_process", **settings) as alone:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        expected = alone.generate("Hello", params)[0].outputs[0].text
+    with served(network, ray, tiny_model, tmp_path, "-pp", "2") as server:
+        server.wait_until_ready()
+        where = f"1 here, 1 on {network.address(1)}"
+        assert re.search(f"Ray has room for the stages: {where}", server.log)
+        assert _complete(network, server) == expected
+        assert len(_stages_of(server.process.pid)) == 1
+        seen = len(server.lines)
+        ray.kill(1)
+        server.wait_for_line(r"was lost: .*the pipeline is started again", seen)
+        ray.start(2)
+        server.wait_for_line("the pipeline is complete again", seen)
+        assert network.address(2) in server.log
+        assert _complete(network, server) == expected
+        stages = _stages_of(server.process.pid)
+        server.process.terminate()
+        assert server.finish() == 0
+        assert server.leftovers() == []
+        assert not any(psutil.pid_exists(pid) and _words(psutil.Process(pid)) for pid in stages)
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("", r"--pipeline-parallel-size 3 needs 3 times 1 CPU, and Ray has room for 2\. Ray has 2 nodes"),
+        ("10.77.0.1:9", r"no Ray cluster can be reached: RAY_ADDRESS is 10\.77\.0\.1:9: Connection refused\. Start"),
+    ],
+    ids=["no room", "no Ray"],
+)
+def test_a_wrong_start_is_told_in_time_in_one_line(
+    network: Network, ray: RayNodes, tiny_model: str, tmp_path: Path, address: str, words: str
+) -> None:
+    began_s = time.monotonic()
+    with served(network, ray, tiny_model, tmp_path, "-pp", "3", address=address) as server:
+        assert server.finish() == 2
+        assert re.search(words, server.lines[-1]), server.log
+    assert time.monotonic() - began_s < WRONG_START_S
