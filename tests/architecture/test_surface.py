@@ -42,8 +42,8 @@ OWN_FLAGS = {
         --allowed-origins --api-key --api-key-file --api-server-count --cluster-key-file --disable-log-requests
         --drain-timeout-s --enable-request-id-headers --headless --host --insecure --interface --join-timeout
         --join-timeout-s --keep-alive-timeout-s --master-addr --master-port --max-body-bytes --max-connections
-        --max-header-bytes --model-source --nnodes --no-disable-log-requests --no-enable-request-id-headers --no-headless --no-insecure
-        --no-warmup --node-address --node-rank --on-worker-lost --port --port-range --read-timeout-s --reasoning-parser
+        --max-header-bytes --model-source --nnodes --no-disable-log-requests --no-enable-request-id-headers
+        --no-headless --no-insecure --no-warmup --node-address --node-rank --on-worker-lost --port --port-range --read-timeout-s --reasoning-parser
         --request-timeout-s --root-path --served-model-name --ssl-certfile --ssl-keyfile --stages --tool-call-parser
         --warmup --write-timeout-s
     """),

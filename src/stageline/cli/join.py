@@ -17,7 +17,7 @@ The head prints this line. It waits for the head, starts the stages it is given,
 waits for it again. Exit status: 0 stopped as told, 2 this machine cannot take part, and one line says why.
 """
 
-_FLAGS = ("stages", "node_address", "interface", "port_range", "cluster_key_file", "join_timeout_s")
+_FLAGS = ("stages", "node_address", "interface", "port_range", "cluster_key_file", "model_source", "join_timeout_s")
 
 
 def add_parser(commands: SubParsers) -> None:
@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
             access=link_access(cluster, args.insecure),
             join_timeout_s=cluster.join_timeout_s,
             model=args.model,
+            model_source=cluster.model_source,
             rank=args.node_rank,
             num_stages=cluster.stages,
             address=cluster.node_address,

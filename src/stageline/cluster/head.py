@@ -27,6 +27,7 @@ from stageline.cluster.messages import (
     EndStages,
     FindWay,
     FromNode,
+    Hello,
     Leaving,
     Refused,
     StageEnded,
@@ -45,6 +46,7 @@ from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
 from stageline.links.wakeup import Wakeup
+from stageline.transfer.server import WeightServer
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +134,9 @@ class Head:
         self._running: dict[int, bytes] = {}
         self._loss_due: tuple[float, WorkerLost] | None = None
         self._is_first = True
+        self._checkpoint = checkpoint
+        self._weights: WeightServer | None = None
+        self._weights_port: HeldPort | None = None
         self._no_way = ""
         self._next_ways_s = 0.0
 
@@ -325,6 +330,8 @@ class Head:
         except FrameError as error:
             logger.debug("dropped: %s", error)
             return
+        if isinstance(message, Hello) and message.wants_weights:
+            self._serve_weights()
         try:
             self._answer(self._membership.take(identity, message, self._clock.now_s()))
         except HandshakeError as error:
@@ -345,6 +352,19 @@ class Head:
                 stage_index = self._first_stage_of(rank)
                 raise WorkerLost(stage_index, f"node {rank} {how}")
 
+    def _serve_weights(self) -> None:
+        """For nodes that have none; from a port of its own, as soon as the first one asks."""
+        if self._weights is not None:
+            return
+        try:
+            self._weights_port = self._weights_port or HeldPort(self._port.address.host, self._cluster.ports)
+            self._weights = WeightServer(self._checkpoint, self._weights_port.address, self.access.security())
+        except ConfigError as error:
+            logger.warning("weights cannot be sent to nodes: %s", error)
+            return
+        self._membership.weights_address = str(self._weights.address)
+        logger.info("nodes without the model get their stages' weights from %s", self._weights.address)
+
     def _first_stage_of(self, rank: int) -> int:
         return sum(count for other, count in self._shares.items() if other < rank)
 
@@ -364,6 +384,10 @@ class Head:
         self.end(0.0)
         self._links.close(linger_s=0.5)
         self._port.close()
+        if self._weights is not None:
+            self._weights.close()
+        if self._weights_port is not None:
+            self._weights_port.close()
 
     # ---- what goes out ----
 

@@ -13,8 +13,10 @@ from stageline.config.engine_config import EngineConfig
 def run_headless(engine: EngineConfig, cluster: ClusterConfig, is_insecure: bool) -> None:
     """Take part until a signal says to stop. Raises: ConfigError for what is known to be wrong, here or by the head."""
     assert cluster.master_addr is not None
-    # What cannot be opened here is told before anybody is waited for.
-    open_checkpoint(engine.check().model)
+    engine.check()
+    if cluster.model_source == "local":
+        # What cannot be opened here is told before anybody is waited for.
+        open_checkpoint(engine.model)
     run_node(
         NodeSettings(
             head=cluster.master_addr,
@@ -23,6 +25,7 @@ def run_headless(engine: EngineConfig, cluster: ClusterConfig, is_insecure: bool
             access=link_access(cluster, is_insecure),
             join_timeout_s=cluster.join_timeout_s,
             model=engine.model,
+            model_source=cluster.model_source,
             rank=cluster.node_rank,
             num_stages=cluster.stages,
             address=cluster.node_address,

@@ -18,6 +18,7 @@ from stageline.executor.stage_processes import cores_per_stage
 from stageline.executor.worker_process import WorkerProcess
 from stageline.links.child_process import wait_for_ends
 from stageline.links.tcp_address import TcpAddress, is_tcp
+from stageline.transfer.messages import WeightSource
 
 _MOST_STAGES = 256
 
@@ -40,8 +41,13 @@ class LocalStages:
         self._workers: list[WorkerProcess] = []
         self.pipeline = 0
 
-    def start(self, wanted: StartStages, model: str) -> None:
-        """End what runs, and start these. Raises: FrameError if they are not a row of stages."""
+    def start(self, wanted: StartStages, model: str | WeightSource) -> None:
+        """End what runs, and start these.
+
+        Args:
+            model: its path here, or where to copy it from.
+        Raises: FrameError if they are not a row of stages.
+        """
         self.end(0.0)
         check_row(wanted.configs)
         own_input = self._own_input(wanted.configs[0])
@@ -52,7 +58,8 @@ class LocalStages:
         for place, config in enumerate(wanted.configs):
             own = replace(
                 config,
-                model=model,
+                model=model if isinstance(model, str) else "",
+                weights=None if isinstance(model, str) else model,
                 socket_folder=self._folder,
                 log_level=environment.log_level(),
                 cores=cores[place] if cores else [],

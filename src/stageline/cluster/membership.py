@@ -106,6 +106,8 @@ class Membership:
         self._members: dict[int, Member] = {}
         self._claims: list[tuple[bytes, Hello]] = []
         self._next_question = 0
+        self.weights_address = ""
+        """Where nodes without weights get them; see `Offer`."""
         self.is_settled = False
         """Stages run on the nodes, so every one keeps its rank."""
 
@@ -217,7 +219,11 @@ class Membership:
         except HandshakeError as error:
             return [self._refusal(identity, f"{hello.host_name} ({hello.address})", error)]
         self._members[rank] = Member(identity, hello, rank)
-        offer = Offer(model=self._wanted.model, model_digest=self._wanted.model_digest)
+        offer = Offer(
+            model=self._wanted.model,
+            model_digest=self._wanted.model_digest,
+            weights_address=self.weights_address if hello.wants_weights else "",
+        )
         # The question first: it is answered at once, the offer when the node has looked at its model.
         return [*moved, self._ask(self._members[rank], now_s), (identity, offer)]
 

@@ -10,7 +10,7 @@ import msgspec
 
 from stageline.executor.messages import WorkerConfig
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Grows when these messages, those of stages, or the frames of activations change."""
 
 
@@ -35,6 +35,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
         address: where the stage before reaches this node's first stage: host and port.
         addresses: where else that would be possible; it answers probes there until its stages start.
         settings: flags that were given on the node and must be the head's, with their values.
+        wants_weights: it has no model, and gets what it needs from the head.
     """
 
     software: Software
@@ -45,6 +46,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     address: str
     settings: dict[str, str]
     addresses: list[str] = []
+    wants_weights: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
@@ -106,10 +108,12 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
 
     Args:
         model: as typed on the head; the node may have it elsewhere.
+        weights_address: where a node that asked for it gets the weights; empty if there is no such place.
     """
 
     model: str
     model_digest: str
+    weights_address: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import zmq
 
@@ -46,12 +47,15 @@ from stageline.cluster.ports import HeldPort, own_address_towards, resolve
 from stageline.cluster.probe_listener import ProbeListener
 from stageline.cluster.reach import Reach
 from stageline.cluster.ways import find_way, listen, own_hosts
+from stageline.config import environment
 from stageline.errors import ConfigError, FrameError
 from stageline.executor.messages import LinkAccess
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links, make_ipc_folder
 from stageline.links.tcp_address import TcpAddress
 from stageline.links.wakeup import Wakeup
+from stageline.transfer.copy_files import check_cache
+from stageline.transfer.messages import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +73,7 @@ class NodeSettings:
     Args:
         head: name or address, and port.
         model: where the model is here; None looks where the head has it.
+        model_source: local, or peer to get its weights from the head.
         settings: flags that have to be the head's.
     """
 
@@ -78,6 +83,7 @@ class NodeSettings:
     access: LinkAccess
     join_timeout_s: float
     model: str | None = None
+    model_source: str = "local"
     rank: int | None = None
     num_stages: int | None = None
     address: str | None = None
@@ -91,6 +97,8 @@ def run_node(asked: NodeSettings) -> None:
 
     Raises: ConfigError, most of them HandshakeError with the step that failed, if this node cannot take part.
     """
+    if asked.model_source == "peer":
+        check_cache(_weight_cache())
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -131,6 +139,7 @@ class _Node:
         self._decoder: MessageDecoder[ToNode] = MessageDecoder(ToNode)
         self._links: Links | None = None
         self._checkpoint: Checkpoint | None = None
+        self._model: str | WeightSource = ""
         self._has_been_in = False
 
     def run(self) -> None:
@@ -252,14 +261,17 @@ class _Node:
             address=str(self._own),
             settings=dict(asked.settings),
             addresses=[] if self._probes is None else [str(address) for address in self._probes.addresses],
+            wants_weights=asked.model_source == "peer",
         )
 
     def _take_offer(self, offer: Offer) -> None:
         self._reach.is_heard = True
         try:
-            if self._checkpoint is None:
-                self._checkpoint = self._open(offer)
-            digest = check_model(self._checkpoint, offer)
+            if self._asked.model_source == "peer":
+                self._model, digest = _weight_source(offer), offer.model_digest
+            else:
+                self._checkpoint = self._checkpoint or self._open(offer)
+                self._model, digest = self._checkpoint.path, check_model(self._checkpoint, offer)
         except HandshakeError as error:
             self._send(Declined(error.step, error.reason))
             raise
@@ -270,7 +282,7 @@ class _Node:
         try:
             return open_checkpoint(model)
         except ConfigError as error:
-            way_out = "copy the files here, and tell where they are with --model"
+            way_out = "copy the files here and tell where they are with --model, or give --model-source peer"
             reason = f"the head has {offer.model}, and this node cannot open {model}: {error}; {way_out}"
             raise HandshakeError("model", reason) from None
 
@@ -284,9 +296,8 @@ class _Node:
                     case AreYouThere():
                         self._send(Here(message.question, time.time()))
                     case StartStages():
-                        assert self._checkpoint is not None
                         self._answer_probes(False)
-                        self._stages.start(message, self._checkpoint.path)
+                        self._stages.start(message, self._model)
                     case EndStages():
                         self._stages.end(message.patience_s)
                         self._answer_probes(True)
@@ -303,6 +314,20 @@ class _Node:
                         logger.warning("the head made an offer that nobody asked for")
         if self._is_broken and not self._is_told_to_stop:
             logger.warning("the head is gone: the stages here end, and this node waits for it at %s", self._head)
+
+
+def _weight_cache() -> Path:
+    return environment.cache_directory() / "models"
+
+
+def _weight_source(offer: Offer) -> WeightSource:
+    """Each stage copies from there what it needs, and finds out whether that is the model of this digest.
+
+    Raises: HandshakeError if the head sends none.
+    """
+    if not offer.weights_address:
+        raise HandshakeError("model", "the head has no port left to send weights from; give it a longer --port-range")
+    return WeightSource(offer.weights_address, offer.model_digest, str(_weight_cache()))
 
 
 def resolve_head(name: str) -> str:

@@ -9,6 +9,7 @@ from stageline.errors import ConfigError
 
 DEFAULT_CLUSTER_PORT = 29500
 ON_WORKER_LOST = ("fail", "wait")
+MODEL_SOURCES = ("local", "peer")
 HIGHEST_PORT = 65535
 _GROUP = "machines"
 
@@ -54,6 +55,10 @@ class ClusterConfig:
         None, "file with the key that protects the links between machines, the same on every one; the variables "
         "STAGELINE_CLUSTER_KEY_FILE and STAGELINE_CLUSTER_KEY do the same", group=_GROUP, metavar="FILE",
     )
+    model_source: str = setting(
+        "local", "where a machine that brings stages finds the model: local is its own disk; with peer the head sends "
+        "the layers that its stages need, and it keeps them in the cache folder", choices=MODEL_SOURCES, group=_GROUP,
+    )
     join_timeout_s: float = setting(
         600.0, "how long to wait for the other machines", flags=("--join-timeout",), group=_GROUP, metavar="SECONDS"
     )
@@ -86,6 +91,7 @@ class ClusterConfig:
         if not self.join_timeout_s > 0:
             raise ConfigError(f"{flag_of('join_timeout')} is {self.join_timeout_s}; it must be above 0 seconds")
         one_of("on_worker_lost", self.on_worker_lost, ON_WORKER_LOST)
+        one_of("model_source", self.model_source, MODEL_SOURCES)
         if self.port_range is not None:
             parse_port_range(self.port_range)
         self._check_roles()

@@ -7,7 +7,6 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-
 _SECRETS = ("STAGELINE_CLUSTER_KEY", "STAGELINE_API_KEY")
 
 
@@ -80,10 +79,16 @@ def notify_socket(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where compiled kernels are kept: stageline in XDG_CACHE_HOME, or in ~/.cache."""
+    """Where compiled kernels and copied weights are kept: stageline in XDG_CACHE_HOME, or in ~/.cache."""
     home = environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     return base / "stageline"
+
+
+def cuda_visible_devices(environ: Mapping[str, str] = os.environ) -> list[str] | None:
+    """CUDA_VISIBLE_DEVICES: the names of the GPUs that this process may use; None if all."""
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
 def show_cuda_devices(names: list[str], environ: MutableMapping[str, str] = os.environ) -> None:

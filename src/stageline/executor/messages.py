@@ -10,6 +10,7 @@ from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, Microbat
 from stageline.pipeline.slowdown import AS_FAST_AS_IT_IS, StageSlowdown
 from stageline.timeline.span import Span
 from stageline.timeline.stage_counters import StageCounters
+from stageline.transfer.messages import WeightSource
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -68,6 +69,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         token_input_address: where the first stage gets sampled tokens from the last; None on others, for a single
             stage, and without look-ahead.
         token_output_address: the same address, for the last stage.
+        weights: where the model is copied from if it is not here; then `model` means nothing.
         slowdown, input_delay_s: faults for tests; see `stageline.pipeline.slowdown.Slowdown`.
         calibration: if set, its layers are assigned after it, and the two numbers here mean nothing.
     """
@@ -105,6 +107,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     caller_name: str = ""
     access: LinkAccess = LinkAccess()
     calibration: Calibration | None = None
+    weights: WeightSource | None = None
     slowdown: StageSlowdown = AS_FAST_AS_IT_IS
     input_delay_s: float = 0.0
 

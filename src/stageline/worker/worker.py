@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 import zmq
 
-from stageline.checkpoint.open import open_checkpoint
 from stageline.clock import MonotonicClock
 from stageline.errors import FrameError
 from stageline.executor.messages import (
@@ -53,6 +52,7 @@ from stageline.worker.broken_links import neighbour_at
 from stageline.worker.build import build_stage, change_layers
 from stageline.worker.measure import ItemTimer, calibrate
 from stageline.worker.meet_ranks import meet_ranks
+from stageline.worker.model_files import ModelFiles
 from stageline.worker.sampled_tokens import AwaitedTokens
 from stageline.worker.stage import PreparedMicrobatch, Stage
 from stageline.worker.stretch import wait_until
@@ -93,6 +93,7 @@ class Worker:
         self._links = links
         self._control = control
         self._engine = engine
+        self._files = ModelFiles(config, links, engine)
         self._clock = MonotonicClock()
         self._recorder = recorder or Recorder()
         self._account = account or StageAccount(config.stage_index)
@@ -158,7 +159,7 @@ class Worker:
     def _calibrate(self, calibration: Calibration) -> None:
         """Time a few layers, and hear which ones to load."""
         config = self._config
-        checkpoint = open_checkpoint(config.model)
+        checkpoint = self._files.open_with(calibration.layers, tells_progress=False)
         num_layers, last = checkpoint.spec.num_layers, config.num_stages - 1
         times = calibrate(
             checkpoint,
@@ -203,7 +204,7 @@ class Worker:
     def _load(self) -> tuple[Stage, StageLoaded]:
         config = self._config
         return build_stage(
-            open_checkpoint(config.model),
+            self._files.open_with(self._part.layers),
             self._part,
             dtype=config.dtype,
             device=config.device,
@@ -373,8 +374,8 @@ class Worker:
     def _change_layers(self, message: AssignLayers) -> None:
         """Hold other layers. Until the next allocation there is no KV cache, and no microbatch may come."""
         self._check_nothing_waits("other layers")
-        checkpoint = open_checkpoint(self._config.model)
-        self._take_layers(message, checkpoint.spec.num_layers)
+        self._take_layers(message, self._files.open().spec.num_layers)
+        checkpoint = self._files.open_with(self._part.layers)
         self._timer, self._next_microbatch = None, None
         self._stage.release_kv()
         report = change_layers(checkpoint, self._stage, self._part, self._config.quantization)

@@ -1,0 +1,141 @@
+"""The files of a model that is copied piece by piece: as large as the originals, with holes where nothing is yet.
+
+One idea: nothing says what is there but the bytes themselves. A piece that is there is worth its digest; after an
+interruption, or damage, what does not match is fetched again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from stageline.checkpoint.hf_directory import CONFIG, GENERATION_CONFIG, INDEX
+from stageline.checkpoint.safetensors_index import read_safetensors_index
+from stageline.errors import CheckpointError
+from stageline.transfer.messages import AboutModel, Run
+from stageline.transfer.table import digest_of
+
+GGUF = "model.gguf"
+_MOST_FILES, _MOST_FILE_BYTES = 10_000, 2**46
+_MOST_FRONT_BYTES = 2**30
+_WAY_OUT = "free space there, or name another folder with XDG_CACHE_HOME"
+
+
+class CopyFiles:
+    """Makes the files, in a folder that the model's digests name, or takes them up again.
+
+    Args:
+        cache: folder of all such copies.
+    Raises: CheckpointError in one line if the folder cannot be written, or what is told of the model cannot be.
+    """
+
+    def __init__(self, cache: Path, about: AboutModel) -> None:
+        check_about(about)
+        self._about = about
+        self.folder = cache / f"{about.model_digest[:24]}-{about.fingerprint}"
+        self._files: list[int] = []
+        with _errors_in(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for number, num_bytes in enumerate(about.file_bytes):
+                file = os.open(self.folder / self._name(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                self._files.append(file)
+                if os.fstat(file).st_size != num_bytes:
+                    os.ftruncate(file, num_bytes)
+
+    def _name(self, number: int) -> str:
+        return GGUF if self._about.config is None else f"model-{number:05d}.safetensors"
+
+    @property
+    def path(self) -> str:
+        """What `open_checkpoint` opens, once the fronts are there and `finish` was called."""
+        return str(self.folder / GGUF if self._about.config is None else self.folder)
+
+    def digest(self, run: Run, piece: int) -> bytes:
+        """Of what is there; empty where nothing is."""
+        offset, num_bytes = run.piece(piece)
+        with _errors_in(self.folder):
+            if not _has_data(self._files[run.file], offset, num_bytes):
+                return b""
+            return digest_of(os.pread(self._files[run.file], num_bytes, offset))
+
+    def write(self, run: Run, piece: int, data: memoryview) -> None:
+        """Raises: CheckpointError if the disk is full."""
+        offset, done = run.piece(piece)[0], 0
+        with _errors_in(self.folder):
+            while done < len(data):
+                done += os.pwrite(self._files[run.file], data[done:], offset + done)
+
+    def finish(self) -> None:
+        """Write what a directory has besides weights; all fronts are there. Other processes may do the same."""
+        if self._about.config is None:
+            return
+        names = [self._name(number) for number in range(len(self._files))]
+        weight_map = {tensor: name for name in names for tensor in read_safetensors_index(self.folder / name)}
+        with _errors_in(self.folder):
+            self._put(CONFIG, self._about.config)
+            if self._about.generation_config:
+                self._put(GENERATION_CONFIG, self._about.generation_config)
+            self._put(INDEX, json.dumps({"weight_map": weight_map}).encode())
+
+    def _put(self, name: str, data: bytes) -> None:
+        """Whole or not at all, for who reads it meanwhile."""
+        path = self.folder / f"{name}.{os.getpid()}"
+        path.write_bytes(data)
+        path.replace(self.folder / name)
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+
+def check_cache(cache: Path) -> None:
+    """Raises: CheckpointError if files cannot be kept there."""
+    with _errors_in(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        probe = cache / f"probe.{os.getpid()}"
+        probe.write_bytes(b"\0")
+        probe.unlink()
+
+
+def check_about(about: AboutModel) -> None:
+    """Raises: CheckpointError if that is no model's; names of files and folders are made of it."""
+    sizes, is_gguf = about.file_bytes, about.config is None
+    digests = about.model_digest + about.fingerprint
+    is_plain = bool(about.model_digest) and bool(about.fingerprint) and set(digests) <= set("0123456789abcdef")
+    has_files = 1 <= len(sizes) <= (1 if is_gguf else _MOST_FILES)
+    are_possible = all(0 < size < _MOST_FILE_BYTES for size in sizes)
+    if not (is_plain and has_files and are_possible) or not _are_inside(about.fronts, sizes):
+        raise CheckpointError("what the head tells of its model cannot be: its files or their fronts are absurd")
+
+
+def _are_inside(runs: Sequence[Run], file_bytes: Sequence[int]) -> bool:
+    if sum(run.num_bytes for run in runs) > _MOST_FRONT_BYTES:
+        return False
+    return all(
+        0 <= run.file < len(file_bytes) and 0 <= run.offset_bytes <= run.end_bytes <= file_bytes[run.file]
+        for run in runs
+    )
+
+
+def _has_data(file: int, offset: int, num_bytes: int) -> bool:
+    """False only if it is a hole."""
+    if not hasattr(os, "SEEK_DATA"):
+        return True
+    try:
+        return os.lseek(file, offset, os.SEEK_DATA) < offset + num_bytes
+    except OSError as error:
+        return error.errno != errno.ENXIO
+
+
+@contextmanager
+def _errors_in(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "is full" if full else f"cannot be used: {error.strerror or error}"
+        raise CheckpointError(f"{folder}, which keeps weights from another machine, {what}; {_WAY_OUT}") from None

@@ -1,0 +1,87 @@
+"""A machine without the model gets its stages' layers from the head, answers as one that has it, and keeps them."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from stageline import LLM, SamplingParams
+from stageline.checkpoint.open import open_checkpoint
+from stageline.config import environment
+from tests.cluster.machines import Machines, Node
+from tests.server.served import DEADLINE_S, Served
+
+pytestmark = pytest.mark.timeout(240)
+
+PROMPT = "Hello"
+
+
+def _cache_with_kernels(home: Path) -> Path:
+    """An empty cache, but for what is compiled already, which takes long."""
+    cache = home / "stageline"
+    cache.mkdir(parents=True)
+    for path in environment.cache_directory().glob("*"):
+        if path.is_file():
+            (cache / path.name).symlink_to(path)
+    return cache
+
+
+def _answer(several: Machines, head: Served) -> str:
+    asked = {"model": several.model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with several.network.inside(0), httpx.Client(timeout=DEADLINE_S) as client:
+        answer = client.post(f"http://127.0.0.1:{head.port}/v1/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def _answer_of_one_process(model: str) -> str:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(
+        model, distributed_executor_backend="in_process", dtype="float32", device="cpu", kv_cache_memory="8MiB"
+    ) as alone:
+        return alone.generate([PROMPT], params)[0].outputs[0].text
+
+
+def _received(node: Node, seen: int) -> tuple[int, int]:
+    """Bytes of weights that came over the link, of those that its stage needs."""
+    found = node.wait_for_line(r"([\d,]+) of ([\d,]+) bytes came over the link", seen)
+    came, needed = (int(group.replace(",", "")) for group in found.groups())
+    return came, needed
+
+
+def test_a_machine_without_the_model_answers_as_one_that_has_it_and_keeps_what_it_got(
+    several: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = several.serve(2, "--nnodes", "2", "--heartbeat-timeout-s", "2")
+    folder = _cache_with_kernels(tmp_path / "cache") / "models"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    node = several.join(1, "--model-source", "peer", "--model", "/no/such/model")
+    head.wait_until_ready()
+    assert _answer(several, head) == _answer_of_one_process(several.model)
+    original = open_checkpoint(several.model)
+    all_bytes = sum(entry.num_bytes for entry in original.tensors.values())
+    came, needed = _received(node, 0)
+    assert came == needed < all_bytes
+    (copied,) = folder.iterdir()
+    assert open_checkpoint(str(copied)).spec == original.spec
+
+    seen = len(head.lines)
+    node.hurt(signal.SIGKILL)
+    head.wait_for_line("the pipeline is started again", seen)
+    again = several.join(1, "--model-source", "peer")
+    head.wait_for_line("the pipeline is complete again", seen)
+    assert _received(again, 0) == (0, needed)
+    assert _answer(several, head) == _answer_of_one_process(several.model)
+
+
+def test_a_cache_that_cannot_be_written_is_told_before_joining(
+    several: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    node = several.join(1, "--model-source", "peer")
+    assert node.finish() == 2
+    assert "cannot be used: Not a directory" in node.lines[-1] and "XDG_CACHE_HOME" in node.lines[-1]

@@ -1,0 +1,277 @@
+"""Weights from another machine: those that were asked for, right, once; and nothing but the model's tensors."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.digest import model_digest
+from stageline.checkpoint.open import open_checkpoint
+from stageline.checkpoint.stage_tensors import stage_tensor_names
+from stageline.errors import CheckpointError
+from stageline.links.frames import MessageDecoder, encode_message
+from stageline.links.keys import ClusterKey, LinkSecurity
+from stageline.links.sockets import Links
+from stageline.links.tcp_address import TcpAddress
+from stageline.transfer import server as server_module
+from stageline.transfer.client import ModelCopy
+from stageline.transfer.copy_files import check_about, check_cache
+from stageline.transfer.messages import (
+    PIECE_BYTES,
+    AboutModel,
+    Answer,
+    AskModel,
+    AskPiece,
+    NotGiven,
+    Piece,
+    Run,
+    WeightSource,
+)
+from stageline.transfer.server import WeightServer
+from stageline.transfer.table import table_of
+from tests.unit.checkpoint_files import HIDDEN, tensor_shapes, write_gguf_model, write_hf_directory, write_safetensors
+
+KEY = LinkSecurity(ClusterKey(bytes(32)))
+PATIENCE_MS = 20_000
+LONG_VOCABULARY = 9000  # its embedding is in three pieces
+
+
+def _write_hf(directory: Path, seed: int = 0) -> Path:
+    """Random bytes; two of the tensors are in several pieces."""
+    write_hf_directory(directory, {"vocab_size": LONG_VOCABULARY})
+    shapes = tensor_shapes() | dict.fromkeys(
+        ("model.embed_tokens.weight", "lm_head.weight"), (LONG_VOCABULARY, HIDDEN)
+    )
+    path = write_safetensors(directory / "model.safetensors", shapes)
+    begin = min(run.offset_bytes for run in table_of(open_checkpoint(str(directory))).tensors)
+    with path.open("r+b") as file:
+        file.seek(begin)
+        file.write(np.random.default_rng(seed).bytes(path.stat().st_size - begin))
+    return directory
+
+
+@pytest.fixture(params=["hf", "gguf"])
+def original(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
+    is_gguf = request.param == "gguf"
+    model = write_gguf_model(tmp_path / "its.gguf") if is_gguf else _write_hf(tmp_path / "its")
+    return open_checkpoint(str(model))
+
+
+class Place:
+    """A machine that has models, and one that copies them into `cache`."""
+
+    def __init__(self, stack: ExitStack, cache: Path) -> None:
+        self._stack = stack
+        self.cache = cache
+
+    def serve(self, checkpoint: Checkpoint) -> WeightServer:
+        server = WeightServer(checkpoint, TcpAddress("127.0.0.1", 0), KEY)
+        self._stack.callback(server.close)
+        return server
+
+    def links(self) -> Links:
+        links = Links(KEY)
+        self._stack.callback(links.close)
+        return links
+
+    def copy(self, server: WeightServer, digest: str) -> ModelCopy:
+        """As a process does that was just started."""
+        copy = ModelCopy(WeightSource(str(server.address), digest, str(self.cache)), self.links())
+        self._stack.callback(copy.close)
+        return copy
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with ExitStack() as stack:
+        yield Place(stack, tmp_path / "cache")
+
+
+def _bytes_of(checkpoint: Checkpoint, name: str) -> bytes:
+    entry = checkpoint.tensors[name]
+    with open(entry.file, "rb") as file:
+        file.seek(entry.offset_bytes)
+        return file.read(entry.num_bytes)
+
+
+def _num_bytes(checkpoint: Checkpoint, names: list[str]) -> int:
+    return sum(checkpoint.tensors[name].num_bytes for name in names)
+
+
+def _last_stage(checkpoint: Checkpoint) -> list[str]:
+    return stage_tensor_names(checkpoint, range(2, 3), is_first=False, is_last=True)
+
+
+def test_a_stage_gets_its_own_tensors_and_holes_for_the_others(place: Place, original: Checkpoint) -> None:
+    copy = place.copy(place.serve(original), model_digest(original))
+    there = copy.open()
+    front_bytes = copy.num_received_bytes
+    names, seen = _last_stage(original), []
+    copy.fetch(names, lambda *progress: seen.append(progress))
+    assert there.spec == original.spec and model_digest(there) == model_digest(original)
+    assert Path(there.path).is_relative_to(place.cache)
+    for name in original.tensors:
+        expected = _bytes_of(original, name)
+        assert _bytes_of(there, name) == (expected if name in names else bytes(len(expected))), name
+    wanted = _num_bytes(original, names)
+    assert copy.num_received_bytes - front_bytes == wanted
+    assert front_bytes == sum(run.num_bytes for run in table_of(original).fronts)
+    assert seen[0] == (0, wanted) and seen[-1] == (wanted, wanted) and seen == sorted(seen)
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def test_after_an_interruption_only_what_is_missing_comes(place: Place, tmp_path: Path) -> None:
+    original = open_checkpoint(str(_write_hf(tmp_path / "its")))
+    server, digest, names = place.serve(original), model_digest(original), _last_stage(original)
+    first = place.copy(server, digest)
+
+    def stop_halfway(done: int, total: int) -> None:
+        if done > total // 2:
+            raise _Interrupted
+
+    with pytest.raises(_Interrupted):
+        first.fetch(names, stop_halfway)
+    first.close()
+    fronts = sum(run.num_bytes for run in table_of(original).fronts)
+    second = place.copy(server, digest)
+    second.fetch(names)
+    assert second.num_received_bytes <= _num_bytes(original, names) // 2
+    # Every byte of the fronts and tensors came once; of what was under way when it stopped, nothing was kept.
+    assert first.num_received_bytes + second.num_received_bytes == fronts + _num_bytes(original, names)
+    assert all(_bytes_of(second.open(), name) == _bytes_of(original, name) for name in names)
+
+
+def test_what_was_damaged_on_this_disk_comes_again_and_nothing_else(place: Place, tmp_path: Path) -> None:
+    original = open_checkpoint(str(_write_hf(tmp_path / "its")))
+    server, digest, names = place.serve(original), model_digest(original), _last_stage(original)
+    first = place.copy(server, digest)
+    first.fetch(names)
+    entry = first.open().tensors["lm_head.weight"]
+    with open(entry.file, "r+b") as file:
+        file.seek(entry.offset_bytes + PIECE_BYTES + 1)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    second = place.copy(server, digest)
+    second.fetch(names)
+    assert second.num_received_bytes == PIECE_BYTES
+    assert _bytes_of(second.open(), "lm_head.weight") == _bytes_of(original, "lm_head.weight")
+
+
+def test_two_models_of_one_shape_are_kept_apart(place: Place, tmp_path: Path) -> None:
+    models = [open_checkpoint(str(_write_hf(tmp_path / f"seed{seed}", seed))) for seed in (1, 2)]
+    digest = model_digest(models[0])
+    assert digest == model_digest(models[1])
+    opened = []
+    for model in models:
+        copy = place.copy(place.serve(model), digest)
+        copy.fetch(["model.norm.weight"])
+        opened.append(copy.open())
+    for model, there in zip(models, opened, strict=True):
+        assert _bytes_of(there, "model.norm.weight") == _bytes_of(model, "model.norm.weight")
+
+
+def test_nothing_but_the_models_pieces_is_given(place: Place, original: Checkpoint) -> None:
+    server = place.serve(original)
+    caller = place.links().caller(server.address.url)
+    decoder: MessageDecoder[Answer] = MessageDecoder(Answer)
+
+    def ask(frame: bytes) -> tuple[Answer, list[bytes]]:
+        caller.send(frame)
+        assert caller.poll(PATIENCE_MS)
+        first, *rest = caller.recv_multipart()
+        return decoder.decode(first), rest
+
+    num_runs = len(table_of(original).fronts) + len(table_of(original).tensors)
+    refused = [AskPiece(num_runs, 0), AskPiece(-1, 0), AskPiece(0, -1), AskPiece(0, 2**40), AskPiece(2**60, 0)]
+    for frame in (*map(encode_message, refused), b"", b"/etc/passwd", encode_message(NotGiven("me"))):
+        answer, rest = ask(frame)
+        assert isinstance(answer, NotGiven) and rest == [], frame
+    answer, rest = ask(encode_message(AskPiece(num_runs - 1, 0)))
+    assert isinstance(answer, Piece) and len(rest) == 1 and rest[0]
+    assert isinstance(ask(encode_message(AskModel()))[0], AboutModel)
+
+
+def test_who_has_another_key_gets_nothing(place: Place, original: Checkpoint) -> None:
+    server = place.serve(original)
+    stranger = Links(LinkSecurity(ClusterKey(bytes([1]) * 32)))
+    try:
+        caller = stranger.caller(server.address.url)
+        caller.send(encode_message(AskModel()))
+        # By the time that somebody with the key was answered, the stranger would have been.
+        place.copy(server, model_digest(original)).open()
+        assert not caller.poll(0)
+    finally:
+        stranger.close()
+
+
+def test_a_model_that_was_not_agreed_on_is_refused_before_anything_is_kept(place: Place, original: Checkpoint) -> None:
+    copy = place.copy(place.serve(original), "ab" * 32)
+    with pytest.raises(CheckpointError, match=r"digest .*, but abababababababab was agreed on"):
+        copy.open()
+    assert not place.cache.exists()
+
+
+def test_bytes_that_do_not_fit_their_digest_are_not_kept(
+    place: Place, original: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "digest_of", lambda _data: b"\1" * 16)
+    with pytest.raises(CheckpointError, match="came damaged 3 times"):
+        place.copy(place.serve(original), model_digest(original)).open()
+    assert not any(path.read_bytes().strip(b"\0") for path in place.cache.rglob("*") if path.is_file())
+
+
+def test_a_cache_that_cannot_be_written_or_is_full_is_told_in_one_line(
+    place: Place, original: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a file"
+    file.touch()
+    with pytest.raises(CheckpointError, match=r"a file/models.*Not a directory; .*XDG_CACHE_HOME$"):
+        check_cache(file / "models")
+    check_cache(place.cache)
+    assert list(place.cache.iterdir()) == []
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    copy = place.copy(place.serve(original), model_digest(original))
+    copy.open()
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"keeps weights from another machine, is full; free space"):
+        copy.fetch(_last_stage(original))
+
+
+_ABOUT = AboutModel(
+    model_digest="0f", fingerprint="aa", config=b"{}", generation_config=b"", file_bytes=[100],
+    fronts=[Run(0, 0, 10)], num_tensors=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_digest": "../../x"},
+        {"fingerprint": ""},
+        {"file_bytes": []},
+        {"file_bytes": [2**60]},
+        {"file_bytes": [10, 10], "config": None},
+        {"fronts": [Run(0, 95, 10)]},
+        {"fronts": [Run(1, 0, 10)]},
+        {"fronts": [Run(0, -5, 10)]},
+    ],
+)
+def test_what_no_model_can_be_is_refused(change: dict[str, object]) -> None:
+    check_about(_ABOUT)
+    with pytest.raises(CheckpointError, match="cannot be"):
+        check_about(msgspec.structs.replace(_ABOUT, **change))
