@@ -36,6 +36,12 @@ class CheckUp:
             devices = None
             self._tell([failed("devices", str(error))])
         model = self._look_at_model()
+        if asked.engine.distributed_executor_backend == "ray":
+            from stageline.doctor.ray import look_at_ray
+
+            # It alone knows the machines, and counts their devices.
+            self._tell([look_at_ray(asked)])
+            return
         shares: Mapping[int, int] = self._expected_shares(len(peers))
         known = {} if devices is None else {asked.own_rank: devices}
         if asked.cluster.is_spread or peers:

@@ -88,14 +88,23 @@ def _disk() -> Finding:
     short = []
     shown = []
     for name, path in (("TMPDIR", Path(tempfile.gettempdir())), ("XDG_CACHE_HOME", environment.cache_directory())):
-        place = next(folder for folder in (path, *path.parents) if folder.exists())
-        free_bytes = shutil.disk_usage(place).free
+        place = existing(path)
+        free_bytes = free_disk_bytes(path)
         shown.append(f"{format_bytes(free_bytes)} free in {place}")
         if not os.access(place, os.W_OK):
             return failed("disk", f"{place} cannot be written; set {name} to a folder that can be")
         if free_bytes < _LEAST_FREE_BYTES:
             short.append(f"{shown[-1]}: make room, or set {name} to another disk")
     return warning("disk", "; ".join(short)) if short else ok("disk", ", ".join(shown))
+
+
+def existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def free_disk_bytes(path: Path) -> int:
+    return shutil.disk_usage(existing(path)).free
 
 
 def _look_at_sockets() -> str:

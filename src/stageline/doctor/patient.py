@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.stage_tensors import stage_file_bytes
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.config.serve_config import ServeConfig
+from stageline.pipeline.partition import stages_of
 
 
 @dataclass(frozen=True)
@@ -48,3 +50,8 @@ class Model:
     checkpoint: Checkpoint
     max_model_len: int
     layer_counts: tuple[int, ...]
+
+    def file_bytes(self, stages: range) -> int:
+        """What these stages need of the model's files."""
+        parts = stages_of(self.layer_counts)[stages.start : stages.stop]
+        return sum(stage_file_bytes(self.checkpoint, part.layers, part.is_first, part.is_last) for part in parts)

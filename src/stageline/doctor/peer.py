@@ -24,6 +24,8 @@ from stageline.cluster.messages import Declined, FindWay, Hello, Offer, Ready
 from stageline.cluster.probe import choose_address
 from stageline.cluster.probe_listener import ProbeListener
 from stageline.cluster.ways import own_hosts
+from stageline.config import environment
+from stageline.doctor.machine import free_disk_bytes
 from stageline.doctor.patient import Asked
 from stageline.errors import ConfigError, FrameError
 from stageline.links.frames import MessageDecoder, encode_message
@@ -43,6 +45,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     hello: what it would say to a head.
     wall_s: its time of day, in seconds since 1970.
     mtu_bytes: of the interface it listens at.
+    cache_bytes: free where it would keep weights that the head sends.
     devices: None if none could be found; then `trouble` says why.
     """
 
@@ -50,6 +53,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     wall_s: float
     mtu_bytes: int
+    cache_bytes: int
     devices: HostDevices | None
     trouble: str = ""
 
@@ -103,6 +107,7 @@ class Peer:
             num_stages=asked.cluster.stages,
             address=str(self.address),
             settings=settings_of(asked.engine, asked.cluster) if asked.cluster.headless else {},
+            wants_weights=asked.cluster.model_source == "peer",
         )
         has_devices = not isinstance(self._devices, str)
         facts = Facts(
@@ -110,6 +115,7 @@ class Peer:
             python=platform.python_version(),
             wall_s=time.time(),
             mtu_bytes=mtu_of(self.address.host),
+            cache_bytes=free_disk_bytes(environment.cache_directory()),
             devices=self._devices if isinstance(self._devices, HostDevices) else None,
             trouble="" if has_devices else str(self._devices),
         )
@@ -120,12 +126,15 @@ class Peer:
             offer = _OFFERS.decode(body)
         except FrameError:
             return None
+        if self._asked.cluster.model_source == "peer":
+            return encode_message(Ready(offer.model_digest))
         try:
             return encode_message(Ready(check_model(open_checkpoint(self._place_of(offer.model)), offer)))
         except HandshakeError as error:
             return encode_message(Declined(error.step, error.reason))
         except ConfigError as error:
-            return encode_message(Declined("model", f"the head has {offer.model}, and here: {error}"))
+            way_out = "copy the files here and name them (stageline doctor MODEL --listen), or give --model-source peer"
+            return encode_message(Declined("model", f"the head has {offer.model}, and here: {error}; {way_out}"))
 
     def _place_of(self, model: str) -> str:
         """Raises: HandshakeError for what would have to be fetched first."""

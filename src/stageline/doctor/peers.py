@@ -25,6 +25,7 @@ from stageline.doctor.joining import Guest, Joining, play_joining
 from stageline.doctor.links import Need, judge_link
 from stageline.doctor.patient import Asked, Model
 from stageline.doctor.peer import FACTS, OFFER, REACH, Facts, ModelAnswer, Reached, mtu_of
+from stageline.engine.startup_table import format_bytes
 from stageline.errors import ConfigError, FrameError
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.keys import LinkSecurity
@@ -88,7 +89,7 @@ class PeerCheck:
             self._judge_peer(peer)
         known = [peer for peer in peers if peer.facts is not None]
         joining = self._join(known)
-        self._findings += joining.findings
+        self._findings += [*joining.findings, *self._judge_caches(known, joining)]
         self._go_round(known, joining)
         devices = {
             rank: peer.facts.devices
@@ -190,6 +191,25 @@ class PeerCheck:
                 return None
 
         return Guest(peer.name, peer.facts.hello, ask_model)
+
+    def _judge_caches(self, peers: Sequence[Peer], joining: Joining) -> list[Finding]:
+        """Whether there is room for the weights that the head would send."""
+        findings = []
+        for peer in peers:
+            facts, rank = peer.facts, joining.ranks.get(peer.name)
+            if self._model is None or facts is None or not facts.hello.wants_weights:
+                continue
+            if rank is None or rank not in joining.shares:
+                continue
+            first = sum(count for other, count in joining.shares.items() if other < rank)
+            needed = self._model.file_bytes(range(first, first + joining.shares[rank]))
+            line = f"its weights take {format_bytes(needed)}; its cache has {format_bytes(facts.cache_bytes)} free"
+            if needed > facts.cache_bytes:
+                way_out = "make room there, or set XDG_CACHE_HOME to another disk"
+                findings.append(failed("disk", f"{line}; {way_out}", peer.name))
+            else:
+                findings.append(ok("disk", line, peer.name))
+        return findings
 
     def _go_round(self, peers: Sequence[Peer], joining: Joining) -> None:
         """Back to the head from each of them, and from each to the next: the way of a request's first token."""
