@@ -297,7 +297,7 @@ def test_an_engine_that_shows_no_sign_of_life_or_no_progress_is_unhealthy(
 ) -> None:
     async def look() -> None:
         llm.check_health()
-        client = llm._client
+        [client] = llm._replicas.clients
         with monkeypatch.context() as patch:
             patch.setattr(client, "stalled_s", llm.config.progress_timeout_s + 1)
             with pytest.raises(EngineLost, match="--progress-timeout-s"):

@@ -313,7 +313,7 @@ def test_what_no_client_should_send_harms_nobody(model: str, process: EngineProc
             socket.send(frame)
         for others in bad:
             with pytest.raises(RequestError):
-                await llm._client.add([request(request_id="good"), request(**others)])
+                await llm._replicas.add([request(request_id="good"), request(**others)])
         assert [output.is_finished async for output in llm.generate([1], SHORT)][-1]
         now = (await llm.stats()).scheduler
         assert (now.num_running, now.num_waiting, now.num_used_blocks) == (0, 0, 0)

@@ -20,12 +20,14 @@ SLOW = Advice("slowest_stage", "s1", "slowest stage: s1 (+18%)")
 class Engine:
     """Answers what it is asked; `num_running` requests run at each question."""
 
+    num_replicas = 1
+
     def __init__(self, *num_running: int) -> None:
         self._num_running = list(num_running)
         self.num_asked = 0
         self.is_done = asyncio.Event()
 
-    async def stats(self) -> Any:
+    async def stats(self, replica: int) -> Any:
         self.num_asked += 1
         running = self._num_running.pop(0)
         if not self._num_running:
@@ -36,7 +38,7 @@ class Engine:
 @pytest.fixture(autouse=True)
 def always_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     class Diagnoser:
-        def __init__(self, llm: Any) -> None:
+        def __init__(self, llm: Any, replica: int) -> None:
             pass
 
         async def diagnosis(self, stats: Any) -> Any:
@@ -66,7 +68,9 @@ def test_it_looks_as_long_as_requests_run_and_says_the_same_once(caplog: pytest.
 
 def test_an_engine_that_is_not_there_is_no_trouble_here(caplog: pytest.LogCaptureFixture) -> None:
     class Gone:
-        async def stats(self) -> Any:
+        num_replicas = 1
+
+        async def stats(self, replica: int) -> Any:
             raise NotReady("gone")
 
     gone: Any = Gone()

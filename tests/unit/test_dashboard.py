@@ -42,7 +42,7 @@ def exported() -> dict[str, set[str]]:
     counters.closed("/load", "GET", "200", 0.1)
     stats = snapshot(StatsCollector(MAX_MODEL_LEN, now_s=0.0), (microbatch(1),))
     own = [*ready_families("m", True), *process_families(), *counters.families()]
-    families = read_back([*engine_families(stats, "m"), *own])
+    families = read_back([*engine_families({0: stats}, "m"), *own])
     return {sample.name: set(sample.labels) for family in families.values() for sample in family.samples}
 
 

@@ -32,11 +32,12 @@ class Engine:
     clock: FakeClock = field(default_factory=lambda: FakeClock(NOW_S))
     lasts_s: float = 20.0
     asked: list[tuple[float, int]] = field(default_factory=list)
+    num_replicas: int = 1
 
-    async def stats(self) -> EngineStats:
+    async def stats(self, replica: int | None) -> EngineStats:
         return snapshot(StatsCollector(MAX_MODEL_LEN, now_s=0.0))
 
-    async def spans(self, since_s: float, most_per_stage: int) -> list[Span]:
+    async def spans(self, since_s: float, most_per_stage: int, replica: int | None) -> list[Span]:
         self.asked.append((since_s, most_per_stage))
         found = []
         for stage in (-1, 0, 1):
@@ -51,7 +52,7 @@ class Engine:
 
 
 class Frozen(Engine):
-    async def spans(self, since_s: float, most_per_stage: int) -> list[Span]:
+    async def spans(self, since_s: float, most_per_stage: int, replica: int | None) -> list[Span]:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 

@@ -22,7 +22,7 @@ def page() -> dict:
     collector.launched(microbatch(1, 1))
     collector.completed(microbatch(1, 1), ring_s=0.01, computing_s=0.005)
     stats = snapshot(collector, (microbatch(1, 1), microbatch(9)))
-    return read_back(engine_families(stats, 'a "model"\nof mine'))
+    return read_back(engine_families({0: stats}, 'a "model"\nof mine'))
 
 
 def value(page: dict, family: str, sample: str, **labels: str) -> float:
@@ -102,5 +102,5 @@ def test_the_names_that_others_read_are_there(page, name) -> None:
 def test_one_stage_has_no_links() -> None:
     stats = snapshot(StatsCollector(MAX_MODEL_LEN, now_s=0.0))
     alone = msgspec.structs.replace(stats, stages=stats.stages[:1])
-    names = {family.name for family in engine_families(alone, "m")}
+    names = {family.name for family in engine_families({0: alone}, "m")}
     assert "stageline:stage_busy_seconds" in names and not any("link" in name for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,26 +25,23 @@ from tests.unit.stats_examples import MAX_MODEL_LEN, snapshot
 class Engine:
     """As AsyncLLM, as far as metrics look at it."""
 
-    is_ready = True
+    healthy_replicas: Sequence[int] = (0,)
 
-    def check_health(self) -> None:
-        pass
-
-    async def stats(self) -> EngineStats:
+    async def stats(self, replica: int) -> EngineStats:
         return snapshot(StatsCollector(MAX_MODEL_LEN, now_s=0.0))
 
 
 class Loading(Engine):
-    is_ready = False
+    healthy_replicas = ()
 
 
 class Lost(Engine):
-    async def stats(self) -> EngineStats:
+    async def stats(self, replica: int) -> EngineStats:
         raise WorkerLost(1, "its process 7 was killed by SIGKILL")
 
 
 class Frozen(Engine):
-    async def stats(self) -> EngineStats:
+    async def stats(self, replica: int) -> EngineStats:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
@@ -51,10 +49,9 @@ class Frozen(Engine):
 class Silent(Engine):
     """Known to be: nobody waits for it."""
 
-    def check_health(self) -> None:
-        raise WorkerLost(0, "no sign of life")
+    healthy_replicas = ()
 
-    async def stats(self) -> EngineStats:
+    async def stats(self, replica: int) -> EngineStats:
         raise AssertionError("it is asked though it is known to be silent")
 
 
@@ -115,6 +112,31 @@ def test_a_ready_engine_tells_its_load() -> None:
         "server_load": 3, "num_requests_running": 2, "num_requests_waiting": 1, "num_waiting_tokens": 30,
         "max_num_seqs": 4, "kv_cache_usage": 0.4, "microbatches_in_flight": 0, "is_ready": True,
     }  # fmt: skip
+
+
+class Two(Engine):
+    """Of four replicas three are well, and one of these does not answer."""
+
+    healthy_replicas = (0, 2, 3)
+
+    async def stats(self, replica: int) -> EngineStats:
+        if replica == 2:
+            await asyncio.Event().wait()
+        return await super().stats(replica)
+
+
+def test_replicas_are_labelled_and_their_load_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_PATIENCE_S", 0.05)
+    page, load = asyncio.run(get(application(Two()), ("GET", "/metrics"), ("GET", "/load")))
+    found = samples(page)
+    running = {dict(labels)["engine"]: n for (name, labels), n in found.items() if name == "vllm:num_requests_running"}
+    assert running == {"0": 2, "3": 2}
+    assert found["stageline:engines_ready", (("model_name", "m"),)] == 2
+    assert load.json() == {
+        "server_load": 6, "num_requests_running": 4, "num_requests_waiting": 2, "num_waiting_tokens": 60,
+        "max_num_seqs": 8, "kv_cache_usage": 0.4, "microbatches_in_flight": 0, "is_ready": True,
+    }  # fmt: skip
+    assert page.text.count("# TYPE vllm:num_requests_running ") == 1
 
 
 def test_requests_count_under_their_route_and_odd_ones_together() -> None:

@@ -38,6 +38,11 @@ class ServeConfig:
     api_server_count: int = setting(
         1, "processes that read and answer HTTP, all on the same port", group="network", metavar="PROCESSES"
     )
+    data_parallel_size: int = setting(
+        1, "number of equal pipelines that share the requests: each goes to one that computed its beginning before, if "
+        "that is not much busier than another; they share this machine's cores or GPUs evenly", flags=("-dp",),
+        group="replicas", metavar="REPLICAS",
+    )
 
     api_key: tuple[str, ...] = setting(
         (), "key that clients must send as a bearer token; may be repeated, or a list with commas. The variable "
@@ -126,6 +131,7 @@ class ServeConfig:
         if not 0 <= self.port <= HIGHEST_PORT:
             raise ConfigError(f"--port is {self.port}; it must be between 0 and {HIGHEST_PORT}")
         at_least("api_server_count", self.api_server_count, 1)
+        at_least("data_parallel_size", self.data_parallel_size, 1)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("--ssl-keyfile is given without --ssl-certfile; give both, or neither for plain HTTP")
         if self.root_path and not self.root_path.startswith("/"):

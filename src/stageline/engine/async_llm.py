@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from weakref import WeakValueDictionary
 
 from stageline.checkpoint import open_checkpoint
@@ -23,17 +23,16 @@ from stageline.checkpoint.model_spec import ModelSpec
 from stageline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from stageline.clock import Clock, MonotonicClock
 from stageline.config.engine_config import EngineConfig
-from stageline.engine.client import EngineClient
 from stageline.engine.engine_process import EngineProcess
 from stageline.engine.frontend import Prompt
-from stageline.engine.health_watch import HealthWatch
 from stageline.engine.input_processor import InputProcessor
 from stageline.engine.messages import EngineLink
 from stageline.engine.output_processor import OutputProcessor
+from stageline.engine.replicas import ReplicaSet
 from stageline.engine.request_stream import RequestStream
 from stageline.engine.startup import choose_max_model_len
 from stageline.engine.stats import EngineStats
-from stageline.errors import EngineSilent, NotReady, RequestOverdue, StagelineError
+from stageline.errors import RequestOverdue, StagelineError
 from stageline.executor.executor import OnProgress
 from stageline.outputs import OutputKind, RequestOutput
 from stageline.request import EngineRequest, RequestUpdate
@@ -60,7 +59,7 @@ class AsyncLLM:
         config: EngineConfig,
         checkpoint: Checkpoint,
         tokenizer: Tokenizer,
-        link: EngineLink,
+        links: Sequence[EngineLink],
         on_load_progress: OnProgress | None,
         process: EngineProcess | None,
     ) -> None:
@@ -76,11 +75,12 @@ class AsyncLLM:
         self._loop = asyncio.get_running_loop()
         # A stream that nobody holds any more is garbage, and aborts its request.
         self._streams: WeakValueDictionary[str, RequestStream] = WeakValueDictionary()
-        self._id_prefix = f"c{link.client_index}"
+        self._id_prefix = f"c{links[0].client_index}"
         self._next_request = itertools.count()
         self._process = process
-        self._client = EngineClient(link, self.clock, self._take, self._fail_all, self._pipeline_down, on_load_progress)
-        self._watch = HealthWatch(config.heartbeat_timeout_s, self._trouble, self._end_overdue, self._give_up_open)
+        self._replicas = ReplicaSet(
+            config, links, self.clock, self._take, self._fail, self._end_overdue, on_load_progress
+        )
         if process is not None:
             self._loop.add_reader(process.exit_fd, self._read_process)
 
@@ -99,7 +99,7 @@ class AsyncLLM:
         llm = None
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint, config.tokenizer, config.chat_template)
-            llm = cls(config, checkpoint, tokenizer, process.links[0], on_load_progress, process)
+            llm = cls(config, checkpoint, tokenizer, process.links, on_load_progress, process)
             await llm.wait_until_ready()
         except BaseException:
             if llm is not None:
@@ -110,71 +110,53 @@ class AsyncLLM:
 
     @classmethod
     async def attach(
-        cls, config: EngineConfig, link: EngineLink, on_load_progress: OnProgress | None = None
+        cls, config: EngineConfig, *links: EngineLink, on_load_progress: OnProgress | None = None
     ) -> AsyncLLM:
-        """Use an engine that another process started with the same configuration; it may still be loading.
+        """Use an engine, or several equal ones, that another process started with the same configuration.
+
+        They may still be loading.
 
         Raises: ConfigError for what cannot work; EngineLost if its process has ended.
         """
         checkpoint = await asyncio.to_thread(open_checkpoint, config.model)
         tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint, config.tokenizer, config.chat_template)
-        return cls(config, checkpoint, tokenizer, link, on_load_progress, None)
+        return cls(config, checkpoint, tokenizer, links, on_load_progress, None)
 
     # ---- is it there? ----
 
     @property
     def is_ready(self) -> bool:
-        return self._client.is_ready
+        """Whether an engine is."""
+        return self._replicas.is_ready
+
+    @property
+    def num_replicas(self) -> int:
+        return len(self._replicas.clients)
+
+    @property
+    def healthy_replicas(self) -> list[int]:
+        """Those that are ready and show signs of life and progress."""
+        return self._replicas.healthy(self.clock.now_s())
 
     async def wait_until_ready(self) -> None:
         """Wait until a token went through all stages. Raises: ConfigError, WorkerLost, EngineLost if none ever will."""
-        await self._client.wait_until_ready()
+        await self._replicas.wait_until_ready()
 
     def startup_table(self) -> str:
         """Which stage holds what; empty until the engine is ready."""
-        return self._client.startup_table
+        return self._replicas.startup_table()
 
     def check_health(self) -> None:
-        """Whether the pipeline works, not only this process.
+        """Whether the pipeline works, or one of several, not only this process.
 
         Raises: NotReady while the model loads; WorkerLost, EngineLost, InternalError with the reason if it is gone;
             EngineSilent if it shows no sign of life, or completes no microbatch while some are in flight.
         """
-        client = self._client
-        client.receive()
-        if client.loss is not None:
-            raise client.loss.with_traceback(None)
-        trouble = self._trouble()
-        if trouble is not None:
-            raise trouble
-        if not client.is_ready:
-            raise self._not_ready()
+        self._replicas.check_health(self.clock.now_s())
 
     def check_takes_requests(self) -> None:
         """Whether a request would be answered, perhaps once a lost stage is back. Raises: as `check_health`."""
-        try:
-            self.check_health()
-        except NotReady:
-            if not self._client.keeps_requests:
-                raise
-
-    def _not_ready(self) -> NotReady:
-        down = self._client.down
-        return down or NotReady("the model is still loading; try again in a while", retry_after_s=2.0)
-
-    def _trouble(self) -> EngineSilent | None:
-        """What is wrong with an engine that is there."""
-        client, limit_s = self._client, self.config.progress_timeout_s
-        client.receive()
-        silent_s = self.clock.now_s() - client.heard_s
-        if client.loss is None and silent_s > self.config.heartbeat_timeout_s:
-            return EngineSilent(f"the engine's process shows no sign of life, for {silent_s:.1f} s now")
-        if client.is_ready and client.stalled_s > limit_s:
-            return EngineSilent(
-                f"no microbatch came back for {client.stalled_s:.1f} s, though some are in flight "
-                f"(--progress-timeout-s {limit_s:g})"
-            )
-        return None
+        self._replicas.check_takes_requests(self.clock.now_s())
 
     # ---- what users ask ----
 
@@ -241,7 +223,7 @@ class AsyncLLM:
         Raises: RequestError if it cannot be served; QueueFull, NotReady if not now; WorkerLost, EngineLost,
             InternalError if the engine is gone.
         """
-        self._check_is_there()
+        self._replicas.check_is_there()
         engine_id = f"{self._id_prefix}.{next(self._next_request)}"
         arrival_s = self.clock.now_s()
         deadline_s = None if timeout_s is None else arrival_s + timeout_s
@@ -250,7 +232,7 @@ class AsyncLLM:
             requests = self._inputs.process(*options)
         else:
             requests = await asyncio.to_thread(self._inputs.process, *options)
-            self._check_is_there()
+            self._replicas.check_is_there()
         return await self._queue(engine_id, request_id or engine_id, prompt, params, requests, output_kind, timeout_s)
 
     async def _queue(
@@ -275,7 +257,7 @@ class AsyncLLM:
         )
         self._streams[engine_id] = stream
         try:
-            await self._client.add(requests)
+            await self._replicas.add(requests)
         except BaseException as error:
             # If it was refused, there is nothing to abort; if the wait was cancelled, there may be.
             if isinstance(error, StagelineError):
@@ -284,23 +266,17 @@ class AsyncLLM:
             raise
         return stream
 
-    def _check_is_there(self) -> None:
-        if self._client.loss is not None:
-            raise self._client.loss.with_traceback(None)
-        if not self._client.is_ready and not self._client.keeps_requests:
-            raise self._not_ready()
-
     # ---- what the engine tells ----
 
     def _take(self, updates: Sequence[RequestUpdate]) -> None:
         changes = self._outputs.take(updates)
-        self._client.abort(changes.finished_early, "stop")
+        self._replicas.abort(changes.finished_early, "stop")
         for engine_id in changes.request_ids:
             stream = self._streams.get(engine_id)
             if stream is not None:
                 stream.notify()
         for engine_id, failure in changes.failures.items():
-            self._client.abort(failure.unfinished, "abort")
+            self._replicas.abort(failure.unfinished, "abort")
             stream = self._streams.pop(engine_id, None)
             if stream is not None:
                 stream.fail(failure.error)
@@ -317,29 +293,29 @@ class AsyncLLM:
             self._loop.call_soon_threadsafe(self._abort, engine_id)
 
     def _abort(self, engine_id: str) -> None:
-        self._client.abort(self._forget(engine_id), "abort")
+        self._replicas.abort(self._forget(engine_id), "abort")
 
     def _forget(self, engine_id: str) -> list[str]:
         self._streams.pop(engine_id, None)
         return self._outputs.abort(engine_id)
 
-    def _fail_all(self, error: StagelineError) -> None:
-        for engine_id, stream in list(self._streams.items()):
-            # An answer that is whole can still be read.
-            if not self._outputs.is_finished(engine_id):
-                self._forget(engine_id)
+    def _fail(self, error: StagelineError, engine_requests: Collection[str]) -> None:
+        """An engine has lost them. An answer that is whole can still be read."""
+        for engine_id in self._outputs.requests_of(engine_requests):
+            stream = self._streams.get(engine_id)
+            self._replicas.abort(self._forget(engine_id), "abort")
+            if stream is not None:
                 stream.fail(error)
 
     # ---- when it tells nothing ----
 
     def break_off(self, error: StagelineError) -> None:
         """Fail all that is open, and all that is asked from now on, as if the engine were gone; for who leaves."""
-        self._client.lose(error)
+        self._replicas.lose(error)
 
-    def _pipeline_down(self, error: NotReady, keeps_requests: bool) -> None:
-        if not keeps_requests:
-            for engine_id, stream in list(self._streams.items()):
-                self._give_up(engine_id, stream, error)
+    def replace_replica(self, index: int, link: EngineLink) -> None:
+        """One of the engines was lost, and another one takes its place; it may still be loading."""
+        self._replicas.replace(index, link)
 
     def _end_overdue(self) -> None:
         now_s = self.clock.now_s()
@@ -348,38 +324,35 @@ class AsyncLLM:
                 words = f"the request was not finished within {stream.timeout_s:g} seconds, nor ended by the engine"
                 self._give_up(engine_id, stream, RequestOverdue(words))
 
-    def _give_up_open(self, error: EngineSilent) -> None:
-        streams = [(id_, one) for id_, one in self._streams.items() if not self._outputs.is_finished(id_)]
-        if streams:
-            logger.error("%s; %d requests are given up", error, len(streams))
-        for engine_id, stream in streams:
-            self._give_up(engine_id, stream, error)
-        self._client.fail_questions(error)
-
     def _give_up(self, engine_id: str, stream: RequestStream, error: StagelineError) -> None:
         if self._outputs.is_finished(engine_id):
             return  # its reader is slow
         running = self._forget(engine_id)
         # If the engine goes on some day, it need not go on with this.
-        self._client.abort(running, "abort")
-        self._client.fail_questions(error, running)
+        self._replicas.abort(running, "abort")
+        self._replicas.fail_questions(error, running)
         stream.fail(error)
 
     # ---- what users look at ----
 
-    async def stats(self) -> EngineStats:
-        """What the engine did since its start. Raises: NotReady while it loads; what it failed with."""
-        self._check_is_there()
-        return await self._client.stats()
+    async def stats(self, replica: int | None = None) -> EngineStats:
+        """What the engine did since its start. Raises: NotReady while it loads; what it failed with.
 
-    async def spans(self, since_s: float = 0.0, most_per_stage: int = DEFAULT_CAPACITY) -> list[Span]:
+        Args:
+            replica: which one of several; None for the first that is there.
+        """
+        return await self._replicas.asked(replica).stats()
+
+    async def spans(
+        self, since_s: float = 0.0, most_per_stage: int = DEFAULT_CAPACITY, replica: int | None = None
+    ) -> list[Span]:
         """What every stage and the engine did since then, on `clock`, as far as their rings remember.
 
         Args:
             most_per_stage: if there are more, the newest of them.
+            replica: as for `stats`.
         """
-        self._check_is_there()
-        return await self._client.spans(since_s, most_per_stage)
+        return await self._replicas.asked(replica).spans(since_s, most_per_stage)
 
     # ---- the end ----
 
@@ -389,8 +362,7 @@ class AsyncLLM:
             self._loop.remove_reader(self._process.exit_fd)
 
     def _leave(self) -> None:
-        self._watch.stop()
-        self._client.close()
+        self._replicas.close()
         if self._process is not None:
             self._loop.remove_reader(self._process.exit_fd)
 

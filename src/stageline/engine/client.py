@@ -49,7 +49,6 @@ _LAST_WORDS_S = 0.2
 """How long an ended engine's last message may take to arrive."""
 
 
-
 class EngineClient:
     """Belongs to the event loop it was made in.
 
@@ -59,6 +58,7 @@ class EngineClient:
         on_down: called each time the pipeline has lost a stage, and is being started again, with what to tell whoever
             asks meanwhile, and whether what was asked is kept.
         on_progress: called while stages load.
+        on_beat: called with each sign of life, with how many requests run and wait, of all clients.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class EngineClient:
         on_loss: Callable[[StagelineError], None],
         on_down: Callable[[NotReady, bool], None],
         on_progress: OnProgress | None = None,
+        on_beat: Callable[[int], None] | None = None,
     ) -> None:
         self.startup_table = ""
         self.loss: StagelineError | None = None
@@ -84,6 +85,7 @@ class EngineClient:
         self._on_loss = on_loss
         self._on_down = on_down
         self._on_progress = on_progress
+        self._on_beat = on_beat
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._answers: dict[str | int, asyncio.Future[object]] = {}
@@ -168,6 +170,8 @@ class EngineClient:
                 self._answer(message.request_id, message.error.as_error())
             case Beat():
                 self.stalled_s = message.stalled_s
+                if self._on_beat is not None:
+                    self._on_beat(message.num_requests)
             case StatsAnswer():
                 self._answer(message.question, message.stats)
             case SpansAnswer():

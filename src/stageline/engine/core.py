@@ -66,6 +66,11 @@ class EngineCore:
         """Something is unfinished or still in the pipeline."""
         return bool(self._scheduler.num_unfinished or len(self._in_flight) or self._ends_for_want_of_masks)
 
+    @property
+    def num_requests(self) -> int:
+        """Running and waiting."""
+        return self._scheduler.num_unfinished
+
     def add(self, request: EngineRequest) -> None:
         """Raises: RequestError if the request can never be served."""
         self._scheduler.add(request)

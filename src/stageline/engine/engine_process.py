@@ -14,7 +14,7 @@ import msgspec
 from stageline.config import environment
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
-from stageline.engine.messages import Drain, EngineLink, EngineProcessConfig, Stop, ToOwner
+from stageline.engine.messages import Drain, EngineLink, EngineProcessConfig, ReplicaPlace, Stop, ToOwner
 from stageline.executor.messages import LinkAccess
 from stageline.links.child_process import ChildProcess, wait_for_ends
 from stageline.links.frames import MessageDecoder, encode_message
@@ -28,7 +28,7 @@ class EngineProcess:
         model_path: of the checkpoint (`open_checkpoint(config.model).path`).
         num_clients: processes that will attach to it, one `EngineLink` each.
         warms_up: it is ready only after requests of several sizes.
-        cluster, access, revives: see `EngineProcessConfig`.
+        cluster, access, revives, place: see `EngineProcessConfig`.
     Raises: ConfigError if there is no place for its sockets.
     """
 
@@ -41,6 +41,7 @@ class EngineProcess:
         cluster: ClusterConfig | None = None,
         access: LinkAccess | None = None,
         revives: bool = False,
+        place: ReplicaPlace | None = None,
     ) -> None:
         folder = make_ipc_folder(f"client{num_clients}")
         body = EngineProcessConfig(
@@ -53,6 +54,7 @@ class EngineProcess:
             cluster=cluster,
             access=access or LinkAccess(),
             revives=revives,
+            place=place,
         )
         try:
             self._child = ChildProcess("stageline.engine.process", msgspec.msgpack.encode(body))
@@ -90,6 +92,11 @@ class EngineProcess:
     def exit_status(self) -> int:
         """Once it has ended; negative if a signal ended it."""
         return self._child.exit_status()
+
+    def tell_to_stop(self) -> None:
+        """So that several leave at the same time, before each is waited for."""
+        if self._finalizer.alive:
+            self._child.send(encode_message(Stop()))
 
     def end(self, patience_s: float) -> None:
         """Tell it to stop, end it if it has not left after `patience_s`, and wait until it has. May be called twice."""

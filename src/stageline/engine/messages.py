@@ -40,6 +40,7 @@ class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
         cluster: which machines take part, if there are several.
         access: how links to them are protected.
         revives: a pipeline that loses a stage is started again; else the engine ends.
+        place: the part of this machine that is its own; None if it is alone.
     """
 
     engine: EngineConfig
@@ -51,6 +52,17 @@ class EngineProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     cluster: ClusterConfig | None = None
     access: LinkAccess = LinkAccess()
     revives: bool = False
+    place: ReplicaPlace | None = None
+
+
+class ReplicaPlace(msgspec.Struct, frozen=True):
+    """Args:
+    cores: CPU cores that it and its stages may run on; empty for all.
+    cuda_devices: those that it sees, as CUDA_VISIBLE_DEVICES names them; empty for all.
+    """
+
+    cores: list[int]
+    cuda_devices: list[str]
 
 
 class EngineLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,9 +222,11 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
 
     Args:
         stalled_s: how long microbatches have been in flight without a result.
+        num_requests: running and waiting, of all clients.
     """
 
     stalled_s: float
+    num_requests: int = 0
 
 
 class LoadProgress(msgspec.Struct, frozen=True, array_like=True, tag="load_progress"):

@@ -9,7 +9,7 @@ What has not been asked for yet is kept here as tokens and text, so a reader who
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stageline.clock import Clock, MonotonicClock
@@ -138,6 +138,11 @@ class OutputProcessor:
                     finished_early.append(update.request_id)
         told = [id_ for id_, request in changed.items() if request.has_something_to_tell]
         return Changes(told, finished_early, failures)
+
+    def requests_of(self, engine_request_ids: Iterable[str]) -> list[str]:
+        """The user requests, each once, of engine requests that run."""
+        owners = (self._owners.get(id_) for id_ in engine_request_ids)
+        return list(dict.fromkeys(owner.request_id for owner in owners if owner is not None))
 
     def is_finished(self, request_id: str) -> bool:
         """Whether it is finished, though perhaps not all told."""

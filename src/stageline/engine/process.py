@@ -39,6 +39,7 @@ from stageline.engine.messages import (
     client_address,
     engine_address,
 )
+from stageline.engine.replica_places import take_place
 from stageline.engine.responder import Responder
 from stageline.engine.revival import Revival
 from stageline.engine.startup import Pipeline, restart_pipeline, start_pipeline
@@ -70,6 +71,7 @@ def main() -> int:
     patience_s = 0.0
     try:
         set_up_logging(config.log_level)
+        take_place(config.place)
         engine.run()
         return 0
     except BaseException as error:

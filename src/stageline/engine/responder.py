@@ -91,7 +91,8 @@ class Responder:
         os._exit(status)
 
     def _beat(self) -> None:
-        stalled_s = 0.0 if self._core is None else self._core.stalled_s(self._clock.now_s())
-        frame = encode_message(Beat(stalled_s))
+        core = self._core
+        beat = Beat(0.0) if core is None else Beat(core.stalled_s(self._clock.now_s()), core.num_requests)
+        frame = encode_message(beat)
         for client in self._clients:
             client.send(frame)

@@ -6,7 +6,7 @@ that breaks again and again before it has served for a while would for ever.
 
 from __future__ import annotations
 
-from stageline.errors import WorkerLost
+from stageline.errors import StagelineError
 
 _MOST_IN_A_ROW = 5
 _GOOD_SERVICE_S = 60.0
@@ -27,7 +27,7 @@ class Revival:
         self._has_served = True
         self._ready_s = now_s
 
-    def allows(self, loss: WorkerLost, is_remote: bool, now_s: float) -> bool:
+    def allows(self, loss: StagelineError, is_remote: bool, now_s: float) -> bool:
         """To be asked once for each loss.
 
         Args:

@@ -29,8 +29,8 @@ class AdviceLog:
     def __init__(self, llm: AsyncLLM, every_s: float = _EVERY_S) -> None:
         self._llm = llm
         self._every_s = every_s
-        self._diagnoser = Diagnoser(llm)
-        self._new = NewAdvice()
+        self._diagnosers = [Diagnoser(llm, replica) for replica in range(llm.num_replicas)]
+        self._new = [NewAdvice() for _ in self._diagnosers]
         self._timer: asyncio.TimerHandle | None = None
         self._look: asyncio.Task[None] | None = None
 
@@ -51,13 +51,20 @@ class AdviceLog:
 
     async def look(self) -> None:
         """Say what is new, and look again later if requests still run."""
+        replicas = range(len(self._diagnosers))
+        num_running = await asyncio.gather(*(self._look_at(replica) for replica in replicas))
+        if any(num_running):
+            self._timer = asyncio.get_running_loop().call_later(self._every_s, self._begin)
+
+    async def _look_at(self, replica: int) -> int:
+        """Returns: how many requests run there."""
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                stats = await self._llm.stats()
-                diagnosis = await self._diagnoser.diagnosis(stats)
+                stats = await self._llm.stats(replica)
+                diagnosis = await self._diagnosers[replica].diagnosis(stats)
         except (TimeoutError, StagelineError):
-            return  # whoever asks for /health hears of it
-        for advice in self._new.among(diagnosis.advice):
-            logger.warning("%s", advice.text)
-        if stats.scheduler.num_running:
-            self._timer = asyncio.get_running_loop().call_later(self._every_s, self._begin)
+            return 0  # whoever asks for /health hears of it
+        which = f"replica {replica}: " if len(self._diagnosers) > 1 else ""
+        for advice in self._new[replica].among(diagnosis.advice):
+            logger.warning("%s%s", which, advice.text)
+        return stats.scheduler.num_running

@@ -14,12 +14,13 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         engine: with the path of the checkpoint that the supervisor has opened as `model`.
+        links: one per replica.
         listening_fd: the listening socket, which it inherits.
     """
 
     serve: ServeConfig
     engine: EngineConfig
-    link: EngineLink
+    links: list[EngineLink]
     log_level: str
     listening_fd: int
 
@@ -32,6 +33,13 @@ class DrainApi(msgspec.Struct, frozen=True, array_like=True, tag="drain"):
     """
 
     patience_s: float
+
+
+class ReplaceEngine(msgspec.Struct, frozen=True, array_like=True, tag="replace"):
+    """A replica's engine was lost, and another one is being started in its place."""
+
+    replica: int
+    link: EngineLink
 
 
 class ApiReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -54,5 +62,5 @@ class ApiLeft(msgspec.Struct, frozen=True, array_like=True, tag="left"):
     num_cut_off: int
 
 
-ToApi = DrainApi
+ToApi = DrainApi | ReplaceEngine
 FromApi = ApiReady | ApiFailed | ApiLeft

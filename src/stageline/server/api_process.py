@@ -26,7 +26,16 @@ from stageline.errors import NotReady, StagelineError
 from stageline.links.child_process import read_message, write_message
 from stageline.log import open_standard_streams, set_up_logging
 from stageline.server.access_log import AccessLog
-from stageline.server.api_messages import ApiFailed, ApiLeft, ApiProcessConfig, ApiReady, DrainApi, FromApi
+from stageline.server.api_messages import (
+    ApiFailed,
+    ApiLeft,
+    ApiProcessConfig,
+    ApiReady,
+    DrainApi,
+    FromApi,
+    ReplaceEngine,
+    ToApi,
+)
 from stageline.server.app import create_app
 from stageline.server.http_protocol import BoundedProtocol, ConnectionLimits, make_uvicorn_config
 from stageline.server.listener import Listener
@@ -67,12 +76,14 @@ class _ApiProcess:
     def __init__(self, config: ApiProcessConfig, supervisor_fd: int) -> None:
         self._config = config
         self._supervisor_fd = supervisor_fd
+        self._links = list(config.links)
+        self._llm: AsyncLLM | None = None
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         orders: asyncio.Queue[DrainApi] = asyncio.Queue()
         loop.add_reader(sys.stdin.fileno(), self._take_order, orders)
-        llm = await AsyncLLM.attach(self._config.engine, self._config.link)
+        self._llm = llm = await AsyncLLM.attach(self._config.engine, *self._links)
         try:
             listener = self._listen(llm)
             becoming_ready = asyncio.create_task(self._tell_when_ready(llm))
@@ -92,7 +103,7 @@ class _ApiProcess:
 
     def _listen(self, llm: AsyncLLM) -> Listener:
         serve = self._config.serve
-        app = create_app(llm, serve, writes_advice=self._config.link.client_index == 0)
+        app = create_app(llm, serve, writes_advice=self._links[0].client_index == 0)
         config = make_uvicorn_config(
             app if serve.disable_log_requests else AccessLog(app), serve.keep_alive_timeout_s, serve.root_path
         )
@@ -122,9 +133,19 @@ class _ApiProcess:
     def _take_order(self, orders: asyncio.Queue[DrainApi]) -> None:
         body = read_message(sys.stdin.fileno())
         if body is None:
-            shutil.rmtree(self._config.link.folder, ignore_errors=True)
+            for link in self._links:
+                shutil.rmtree(link.folder, ignore_errors=True)
             os._exit(1)
-        orders.put_nowait(msgspec.msgpack.decode(body, type=DrainApi))
+        order = msgspec.msgpack.decode(body, type=ToApi)
+        if isinstance(order, DrainApi):
+            orders.put_nowait(order)
+        else:
+            self._replace(order)
+
+    def _replace(self, order: ReplaceEngine) -> None:
+        self._links[order.replica] = order.link
+        if self._llm is not None:
+            self._llm.replace_replica(order.replica, order.link)
 
     def _tell(self, message: FromApi) -> None:
         write_message(self._supervisor_fd, msgspec.msgpack.encode(message))

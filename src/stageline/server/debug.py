@@ -56,6 +56,9 @@ class ChromeTrace(msgspec.Struct, kw_only=True, rename="camel"):
     display_time_unit: Literal["ms"]
 
 
+_ENGINE = QueryParameter("engine", {"type": "integer", "minimum": 0})
+"""Which one of several replicas; without it the first that is there."""
+
 OPERATIONS = [
     Operation(
         "GET",
@@ -71,21 +74,30 @@ OPERATIONS = [
                 {"type": "number", "exclusiveMinimum": 0, "maximum": MOST_SECONDS, "default": DEFAULT_SECONDS},
             ),
             QueryParameter("format", {"enum": ["spans", "chrome"], "default": "spans"}),
+            _ENGINE,
         ),
     ),
     Operation(
-        "GET", "/debug/pipeline", "What the pipeline holds and does", tag="server", answer=PipelineView, errors=(504,)
+        "GET",
+        "/debug/pipeline",
+        "What the pipeline holds and does",
+        tag="server",
+        answer=PipelineView,
+        errors=(400, 504),
+        query=(_ENGINE,),
     ),
 ]
 
 
 def routes(state: ServerState) -> list[Route]:
-    diagnoser = Diagnoser(state.llm)
+    diagnosers = {replica: Diagnoser(state.llm, replica) for replica in [None, *range(state.llm.num_replicas)]}
 
-    async def show_pipeline(state: ServerState, _http: Request) -> Response:
+    async def show_pipeline(state: ServerState, http: Request) -> Response:
+        replica = _replica(state, http)
+
         async def gather() -> PipelineView:
-            stats = await state.llm.stats()
-            return pipeline_view(state.model_names[0], stats, await diagnoser.diagnosis(stats))
+            stats = await state.llm.stats(replica)
+            return pipeline_view(state.model_names[0], stats, await diagnosers[replica].diagnosis(stats))
 
         return _json(await _in_time(gather()))
 
@@ -100,18 +112,18 @@ async def show_timeline(state: ServerState, http: Request) -> Response:
     kind = http.query_params.get("format", "spans")
     if kind not in ("spans", "chrome"):
         raise bad_request(f"format is {kind[:100]!r}; it must be spans or chrome", "format")
-    timeline = await _in_time(recent(state, seconds))
+    timeline = await _in_time(recent(state, seconds, _replica(state, http)))
     if kind == "chrome":
         return Response(await asyncio.to_thread(_chrome_json, timeline), media_type=JSON)
     return Response(await asyncio.to_thread(msgspec.json.encode, timeline), media_type=JSON)
 
 
-async def recent(state: ServerState, seconds: float) -> Timeline:
+async def recent(state: ServerState, seconds: float, replica: int | None = None) -> Timeline:
     """The last seconds, or as much of them as fits into one answer."""
     num_stages = state.llm.config.pipeline_parallel_size
     most = MOST_SPANS // (num_stages + 1)
     end_s = state.llm.clock.now_s()
-    spans = await state.llm.spans(end_s - seconds, most)
+    spans = await state.llm.spans(end_s - seconds, most, replica)
     return await asyncio.to_thread(_timeline, spans, num_stages, end_s - seconds, end_s, most)
 
 
@@ -155,6 +167,15 @@ def _seconds(text: str | None) -> float:
     if not 0 < seconds <= MOST_SECONDS:
         raise bad_request(f"seconds is {text[:100]!r}; it must be above 0 and at most {MOST_SECONDS:g}", "seconds")
     return seconds
+
+
+def _replica(state: ServerState, http: Request) -> int | None:
+    text, num_replicas = http.query_params.get("engine"), state.llm.num_replicas
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and int(text) < num_replicas):
+        raise bad_request(f"engine is {text[:100]!r}; it must be between 0 and {num_replicas - 1}", "engine")
+    return int(text)
 
 
 async def _in_time(answer: Any) -> Any:

@@ -14,9 +14,6 @@ from stageline.engine.stats import EngineStats, StageFacts
 from stageline.timeline.histogram import Histogram
 from stageline.timeline.stage_counters import StageCounters, StepCounters
 
-ENGINE = "0"
-"""The label of the only engine that a server has."""
-
 Labels = Mapping[str, str]
 Bounds = list[tuple[str, float]]
 
@@ -65,9 +62,20 @@ class Exposition:
         self.families.append(family)
 
 
-def engine_families(stats: EngineStats, model_name: str) -> list[Metric]:
-    """Everything that a snapshot tells."""
-    page = Exposition({"model_name": model_name, "engine": ENGINE})
+def engine_families(stats: Mapping[int, EngineStats], model_name: str) -> list[Metric]:
+    """Everything that snapshots tell, those of each replica with its number as the label `engine`."""
+    by_name: dict[str, Metric] = {}
+    for replica, its_stats in stats.items():
+        for family in _families_of(its_stats, model_name, f"{replica}"):
+            if family.name in by_name:
+                by_name[family.name].samples.extend(family.samples)
+            else:
+                by_name[family.name] = family
+    return list(by_name.values())
+
+
+def _families_of(stats: EngineStats, model_name: str, engine: str) -> list[Metric]:
+    page = Exposition({"model_name": model_name, "engine": engine})
     _add_queues(page, stats)
     _add_requests(page, stats)
     _add_microbatches(page, stats)

@@ -74,8 +74,8 @@ async def show_metrics(state: ServerState, counters: HttpCounters) -> Response:
     """Always in the plain format: the writer of the newer one would turn the colons of our names into underscores."""
     stats = await _stats(state)
     name = state.model_names[0]
-    families = [] if stats is None else engine_families(stats, name)
-    families += [*ready_families(name, stats is not None), *process_families(), *counters.families()]
+    families = engine_families(stats, name)
+    families += [*ready_families(name, len(stats)), *process_families(), *counters.families()]
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(families))
     return Response(generate_latest(registry), headers={"Content-Type": _PLAIN})
@@ -83,31 +83,38 @@ async def show_metrics(state: ServerState, counters: HttpCounters) -> Response:
 
 async def show_load(state: ServerState, _http: Request) -> Response:
     stats = await _stats(state)
-    return Response(msgspec.json.encode(Load() if stats is None else _load(stats)), media_type=JSON)
+    return Response(msgspec.json.encode(_load(list(stats.values()))), media_type=JSON)
 
 
-def _load(stats: EngineStats) -> Load:
-    scheduler = stats.scheduler
+def _load(stats: list[EngineStats]) -> Load:
+    """Of all replicas together."""
+    if not stats:
+        return Load()
+    schedulers = [one.scheduler for one in stats]
+    num_running, num_waiting = (sum(one.num_running for one in schedulers), sum(one.num_waiting for one in schedulers))
     return Load(
-        server_load=scheduler.num_running + scheduler.num_waiting,
-        num_requests_running=scheduler.num_running,
-        num_requests_waiting=scheduler.num_waiting,
-        num_waiting_tokens=scheduler.num_waiting_tokens,
-        max_num_seqs=stats.facts.max_num_seqs,
-        kv_cache_usage=scheduler.num_used_blocks / scheduler.num_blocks,
-        microbatches_in_flight=len(stats.microbatches.in_flight_rows),
+        server_load=num_running + num_waiting,
+        num_requests_running=num_running,
+        num_requests_waiting=num_waiting,
+        num_waiting_tokens=sum(one.num_waiting_tokens for one in schedulers),
+        max_num_seqs=sum(one.facts.max_num_seqs for one in stats),
+        kv_cache_usage=sum(one.num_used_blocks for one in schedulers) / sum(one.num_blocks for one in schedulers),
+        microbatches_in_flight=sum(len(one.microbatches.in_flight_rows) for one in stats),
         is_ready=True,
     )
 
 
-async def _stats(state: ServerState) -> EngineStats | None:
-    """None if the engine has none to give."""
-    if not state.llm.is_ready:
-        return None
+async def _stats(state: ServerState) -> dict[int, EngineStats]:
+    """Of every replica that has some to give; of one that is silent nothing is to be waited for."""
+    replicas = state.llm.healthy_replicas
+    answers = await asyncio.gather(*(_stats_of(state, replica) for replica in replicas))
+    return {replica: stats for replica, stats in zip(replicas, answers, strict=True) if stats is not None}
+
+
+async def _stats_of(state: ServerState, replica: int) -> EngineStats | None:
     try:
-        state.llm.check_health()  # of one that is silent nothing is to be waited for
         async with asyncio.timeout(_PATIENCE_S):
-            return await state.llm.stats()
+            return await state.llm.stats(replica)
     except TimeoutError:
         logger.warning("the engine did not tell its statistics within %g s", _PATIENCE_S)
     except StagelineError as error:
@@ -115,10 +122,11 @@ async def _stats(state: ServerState) -> EngineStats | None:
     return None
 
 
-def ready_families(model_name: str, is_ready: bool) -> list[Metric]:
+def ready_families(model_name: str, num_ready: int) -> list[Metric]:
     """What there is to tell also while the engine tells nothing."""
     page = Exposition({"model_name": model_name})
-    page.gauge("stageline:ready", "Whether the engine answers.", 1 if is_ready else 0)
+    page.gauge("stageline:ready", "Whether the engine answers, or one of several.", 1 if num_ready else 0)
+    page.gauge("stageline:engines_ready", "Engines that answer.", num_ready)
     return page.families
 
 

@@ -217,10 +217,15 @@ class Diagnosis:
 
 
 class Diagnoser:
-    """Computes a diagnosis when one is asked for and the last one is no longer fresh; for any number of viewers."""
+    """Computes a diagnosis when one is asked for and the last one is no longer fresh; for any number of viewers.
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    Args:
+        replica: which one of several engines it is of; None for the first that is there.
+    """
+
+    def __init__(self, llm: AsyncLLM, replica: int | None = None) -> None:
         self._llm = llm
+        self._replica = replica
         self._lock = asyncio.Lock()
         self._last: Diagnosis | None = None
         self._last_s = 0.0
@@ -232,7 +237,9 @@ class Diagnoser:
             self._most_running = max(self._most_running, stats.scheduler.num_running)
             if self._last is None or now_s - self._last_s > _FRESH_S:
                 num_stages = len(stats.facts.stages)
-                spans = await self._llm.spans(now_s - _DIAGNOSED_S, _MOST_SPANS // (num_stages + 1))
+                spans = await self._llm.spans(
+                    now_s - _DIAGNOSED_S, _MOST_SPANS // (num_stages + 1), self._replica
+                )
                 self._last = await asyncio.to_thread(diagnose, spans, stats, self._most_running)
                 self._last_s, self._most_running = now_s, stats.scheduler.num_running
             return self._last

@@ -14,7 +14,9 @@ from stageline.cluster.start import check_head, link_access
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.config.serve_config import ServeConfig
+from stageline.engine.replica_places import Machine, divide
 from stageline.engine.startup import check_before_start
+from stageline.errors import ConfigError
 from stageline.server.answer_parsing import choose_answer_style
 from stageline.server.listening_socket import BACKLOG, bind, url_of
 from stageline.server.preflight import check_open_files, make_ssl_context, with_all_api_keys
@@ -38,12 +40,23 @@ def serve(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig | Non
     access = (ray_access if is_by_ray else link_access)(cluster, is_insecure=config.insecure)
     with bind(config) as listening:
         if not is_by_ray:
-            check_head(engine, cluster, access)
-        check_open_files(engine.pipeline_parallel_size)
+            check_head(engine, cluster, access, api_port=listening.getsockname()[1])
+        _check_replicas(config, cluster)
+        check_open_files(engine.pipeline_parallel_size * config.data_parallel_size)
         checkpoint = open_checkpoint(engine.check().model)
         check_before_start(engine, checkpoint)
+        replicas = divide(engine, config.data_parallel_size, Machine.here())
         tokenizer = load_tokenizer(checkpoint, engine.tokenizer, engine.chat_template)
         choose_answer_style(tokenizer, config, config.served_model_name)
         listening.listen(BACKLOG)
         url = url_of(listening, is_tls=tls is not None)
-        Supervisor(engine, config, checkpoint.path, listening, url, began_s, cluster, access).run()
+        Supervisor(replicas, config, checkpoint.path, listening, url, began_s, cluster, access).run()
+
+
+def _check_replicas(serve: ServeConfig, cluster: ClusterConfig) -> None:
+    if serve.data_parallel_size > 1 and cluster.is_spread:
+        raise ConfigError(
+            f"--data-parallel-size is {serve.data_parallel_size}, but replicas share one machine, and this pipeline is "
+            "spread over several; start one server per pipeline, with a proxy in front, or leave --nnodes and "
+            "--master-addr out"
+        )

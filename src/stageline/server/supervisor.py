@@ -22,16 +22,25 @@ import msgspec
 
 from stageline.config import environment
 from stageline.config.cluster_config import ClusterConfig
-from stageline.config.engine_config import EngineConfig
 from stageline.config.serve_config import ServeConfig
-from stageline.engine.engine_process import EngineProcess
 from stageline.engine.load_progress import LoadProgress
-from stageline.engine.messages import EngineFailed, EngineReady, PipelineDown, ToOwner
+from stageline.engine.messages import EngineReady, ToOwner
 from stageline.engine.messages import LoadProgress as Loaded
+from stageline.engine.replica_places import Replicas
 from stageline.errors import EngineLost, InternalError, StagelineError
 from stageline.executor.messages import LinkAccess
 from stageline.links.child_process import ChildProcess, wait_for_ends
-from stageline.server.api_messages import ApiFailed, ApiLeft, ApiProcessConfig, ApiReady, DrainApi, FromApi
+from stageline.server.api_messages import (
+    ApiFailed,
+    ApiLeft,
+    ApiProcessConfig,
+    ApiReady,
+    DrainApi,
+    FromApi,
+    ReplaceEngine,
+    ToApi,
+)
+from stageline.server.engines import Engines
 from stageline.server.service_manager import notify
 
 logger = logging.getLogger(__name__)
@@ -43,9 +52,6 @@ _LAST_ANSWERS_S = 6.0
 
 _GOODBYE_S = 2.0
 """How long an API process that was told to leave may take."""
-
-_ENGINE_GOODBYE_S = 5.0
-"""The engine gives its own stages a while before it ends them."""
 
 
 class _Phase(enum.Enum):
@@ -59,7 +65,7 @@ class _Phase(enum.Enum):
 
 class Supervisor:
     """Args:
-    engine: its model as typed.
+    replicas: what each engine runs, its model as typed.
     serve: with every API key.
     model_path: of the checkpoint, which can be opened.
     listening: a bound and listening socket; it belongs to the supervisor from now on.
@@ -70,7 +76,7 @@ class Supervisor:
 
     def __init__(
         self,
-        engine: EngineConfig,
+        replicas: Replicas,
         serve: ServeConfig,
         model_path: str,
         listening: socket.socket,
@@ -79,8 +85,9 @@ class Supervisor:
         cluster: ClusterConfig,
         access: LinkAccess,
     ) -> None:
-        names = serve.served_model_name or (engine.model,)
-        self._engine_config = dataclasses.replace(engine, model=model_path)
+        names = serve.served_model_name or (replicas.engine.model,)
+        self._engine_config = dataclasses.replace(replicas.engine, model=model_path)
+        self._replicas = dataclasses.replace(replicas, engine=self._engine_config)
         self._serve_config = dataclasses.replace(serve, served_model_name=names)
         self._listening = listening
         self._url = url
@@ -90,9 +97,6 @@ class Supervisor:
         self._phase = _Phase.LOADING
         self._error: StagelineError | None = None
         self._last_words: dict[int, StagelineError] = {}
-        self._engine_last_words: StagelineError | None = None
-        self._has_engine = False
-        self._is_engine_ready = False
         self._apis: dict[int, ChildProcess] = {}
         self._num_ready = 0
         self._num_cut_off = 0
@@ -111,19 +115,17 @@ class Supervisor:
         for number in _SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
         config = self._serve_config
-        self._progress = LoadProgress(self._engine_config.pipeline_parallel_size)
-        self._engine = EngineProcess(
-            self._engine_config,
-            self._engine_config.model,
-            config.api_server_count,
-            warms_up=config.warmup,
-            cluster=self._cluster,
-            access=self._access,
-            revives=True,
-        )
-        self._has_engine = True
+        num_replicas = len(self._replicas.places)
+        self._progress = LoadProgress(self._engine_config.pipeline_parallel_size * num_replicas)
+        self._engines = Engines(
+            self._replicas, config.api_server_count, config.warmup, self._cluster, self._access,
+            self._take_from_engine, self._on_engine_end,
+        )  # fmt: skip
+        if num_replicas > 1:
+            logger.info("%s", self._replicas.topology)
         try:
-            loop.add_reader(self._engine.exit_fd, self._on_engine)
+            for index in range(num_replicas):
+                self._engines.start(index)
             for index in range(config.api_server_count):
                 self._start_api(index)
             # Only those that answer hold the port: when they have left it, clients are refused at once.
@@ -138,7 +140,7 @@ class Supervisor:
         config = ApiProcessConfig(
             serve=self._serve_config,
             engine=self._engine_config,
-            link=self._engine.links[index],
+            links=[self._engines.link(replica, index) for replica in range(len(self._engines))],
             log_level=environment.log_level(),
             listening_fd=self._listening.fileno(),
         )
@@ -175,32 +177,29 @@ class Supervisor:
         )
         self._drain_apis(patience_s)
 
-    def _on_engine(self) -> None:
-        messages = self._engine.read()
-        if messages is None:
-            self._on_engine_end()
-            return
-        for message in messages:
-            self._take_from_engine(message)
-
-    def _take_from_engine(self, message: ToOwner) -> None:
+    def _take_from_engine(self, replica: int, message: ToOwner) -> None:
         match message:
             case Loaded() if self._phase is _Phase.LOADING:
-                self._progress(message.stage_index, message.num_bytes_read, message.num_bytes_total)
-            case EngineReady():
-                self._is_engine_ready = True
-                self._progress.close()
-                if self._phase is _Phase.SERVING:
-                    logger.info("the pipeline is complete again, and serves")
-            case PipelineDown():
-                self._is_engine_ready = False
-            case EngineFailed():
-                self._engine_last_words = message.error.as_error()
+                stage = replica * self._engine_config.pipeline_parallel_size + message.stage_index
+                self._progress(stage, message.num_bytes_read, message.num_bytes_total)
+            case EngineReady() if self._phase is _Phase.SERVING:
+                what = "the pipeline" if len(self._engines) == 1 else f"the pipeline of replica {replica}"
+                logger.info("%s is complete again, and serves", what)
 
-    def _on_engine_end(self) -> None:
-        how = self._engine.describe_exit()
-        self._end_engine()
-        self._break(self._engine_last_words or EngineLost(f"the engine was lost: {how}"))
+    def _on_engine_end(self, replica: int) -> None:
+        error = self._engines.take_end(replica)
+        if self._phase is _Phase.LOADING or not self._engines.num_running:
+            self._break(error)
+            return
+        logger.error("replica %d of %d is lost: %s; the others serve on", replica, len(self._engines), error)
+        if self._phase is not _Phase.SERVING:
+            return
+        if not self._engines.may_start_again(replica, error):
+            logger.error("replica %d is not started again: it was, and has not served for long since", replica)
+            return
+        self._engines.start(replica)
+        for index, child in self._apis.items():
+            _tell(child, ReplaceEngine(replica, self._engines.link(replica, index)))
 
     def _on_api(self, index: int) -> None:
         bodies = self._apis[index].read_messages()
@@ -257,12 +256,11 @@ class Supervisor:
             self._finish()
         self._drain_apis(_LAST_ANSWERS_S)
         # Its clients notice, and answer what is open with an error.
-        self._end_engine()
+        self._engines.end()
 
     def _drain_apis(self, patience_s: float) -> None:
-        order = msgspec.msgpack.encode(DrainApi(patience_s))
         for child in self._apis.values():
-            child.send(order)
+            _tell(child, DrainApi(patience_s))
         self._loop.call_later(patience_s + _GOODBYE_S, self._finish)
 
     def _finish(self) -> None:
@@ -281,15 +279,7 @@ class Supervisor:
             child.kill()
             child.reap()
         self._apis.clear()
-        self._end_engine()
-
-    def _end_engine(self) -> None:
-        """May be interrupted and called again."""
-        if self._has_engine:
-            self._loop.remove_reader(self._engine.exit_fd)
-            # While it loads it does not listen; its stages leave with it.
-            self._engine.end(_ENGINE_GOODBYE_S if self._is_engine_ready else 0.0)
-            self._has_engine = False
+        self._engines.end()
 
     def _say_goodbye(self) -> None:
         if self._error is None:
@@ -297,3 +287,5 @@ class Supervisor:
             logger.info("stopped%s", cut_off)
 
 
+def _tell(child: ChildProcess, order: ToApi) -> None:
+    child.send(msgspec.msgpack.encode(order))
