@@ -21,6 +21,7 @@ from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.keys import ClusterKey, LinkSecurity
 from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
+from stageline.transfer import client as client_module
 from stageline.transfer import server as server_module
 from stageline.transfer.client import ModelCopy
 from stageline.transfer.copy_files import check_about, check_cache
@@ -37,6 +38,7 @@ from stageline.transfer.messages import (
 )
 from stageline.transfer.server import WeightServer
 from stageline.transfer.table import table_of
+from tests.hostile_frames import Enemy
 from tests.unit.checkpoint_files import HIDDEN, tensor_shapes, write_gguf_model, write_hf_directory, write_safetensors
 
 KEY = LinkSecurity(ClusterKey(bytes(32)))
@@ -203,6 +205,38 @@ def test_nothing_but_the_models_pieces_is_given(place: Place, original: Checkpoi
     assert isinstance(ask(encode_message(AskModel()))[0], AboutModel)
 
 
+def test_a_copy_goes_on_when_its_source_is_back(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "_ASK_AGAIN_S", 0.5)
+    original = open_checkpoint(str(_write_hf(tmp_path / "its")))
+    first, names = place.serve(original), _last_stage(original)
+    others: list[WeightServer] = []
+
+    def replace_halfway(done: int, total: int) -> None:
+        if done > total // 2 and not others:
+            first.close()
+            others.append(WeightServer(original, first.address, KEY))
+
+    copy = place.copy(first, model_digest(original))
+    try:
+        copy.fetch(names, replace_halfway)
+    finally:
+        for other in others:
+            other.close()
+    assert others and all(_bytes_of(copy.open(), name) == _bytes_of(original, name) for name in names)
+
+
+def test_nonsense_from_somebody_with_the_key_disturbs_nobody(place: Place, original: Checkpoint) -> None:
+    server, enemy = place.serve(original), Enemy(seed=5)
+    caller = place.links().caller(server.address.url)
+    for _ in range(2000):
+        caller.send(enemy.control_frame()[1])
+    copy = place.copy(server, model_digest(original))
+    copy.fetch(["model.norm.weight"])
+    assert _bytes_of(copy.open(), "model.norm.weight") == _bytes_of(original, "model.norm.weight")
+
+
 def test_who_has_another_key_gets_nothing(place: Place, original: Checkpoint) -> None:
     server = place.serve(original)
     stranger = Links(LinkSecurity(ClusterKey(bytes([1]) * 32)))
@@ -248,7 +282,7 @@ def test_a_cache_that_cannot_be_written_or_is_full_is_told_in_one_line(
     copy = place.copy(place.serve(original), model_digest(original))
     copy.open()
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(CheckpointError, match=r"keeps weights from another machine, is full; free space"):
+    with pytest.raises(CheckpointError, match=r"another machine, is full \([\d,]+ bytes are free\); free space"):
         copy.fetch(_last_stage(original))
 
 

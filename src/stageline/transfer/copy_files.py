@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,11 +132,18 @@ def _has_data(file: int, offset: int, num_bytes: int) -> bool:
         return error.errno != errno.ENXIO
 
 
+def _free_bytes(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free:,} bytes are free"
+    except OSError as error:
+        return str(error)
+
+
 @contextmanager
 def _errors_in(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "is full" if full else f"cannot be used: {error.strerror or error}"
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = f"is full ({_free_bytes(folder)})" if is_full else f"cannot be used: {error.strerror or error}"
         raise CheckpointError(f"{folder}, which keeps weights from another machine, {what}; {_WAY_OUT}") from None

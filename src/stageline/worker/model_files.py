@@ -5,6 +5,7 @@ One idea: a copy is opened and read like the original; only that what is to be r
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import zmq
@@ -12,10 +13,13 @@ import zmq
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.open import open_checkpoint
 from stageline.checkpoint.stage_tensors import stage_tensor_names
+from stageline.errors import CheckpointError
 from stageline.executor.messages import Loading, WorkerConfig
 from stageline.links.frames import encode_message
 from stageline.links.sockets import Links
 from stageline.transfer.client import ModelCopy
+
+logger = logging.getLogger(__name__)
 
 
 class ModelFiles:
@@ -36,15 +40,24 @@ class ModelFiles:
         Args:
             tells_progress: while they come; the engine expects it while stages load.
         """
-        checkpoint = self.open()
-        if self._copy is not None:
-            index, last = self._config.stage_index, self._config.num_stages - 1
-            names = {
-                name
-                for layer in layers
-                for name in stage_tensor_names(checkpoint, range(layer, layer + 1), index == 0, index == last)
-            }
-            self._copy.fetch(names, self._tell if tells_progress else None)
+        if self._copy is None:
+            return self.open()
+        try:
+            return self._copied(self._copy, layers, tells_progress)
+        except CheckpointError as error:
+            # The engine hears of it too, but who can mend it may sit here.
+            logger.error("%s", error)
+            raise
+
+    def _copied(self, copy: ModelCopy, layers: Iterable[int], tells_progress: bool) -> Checkpoint:
+        checkpoint = copy.open()
+        index, last = self._config.stage_index, self._config.num_stages - 1
+        names = {
+            name
+            for layer in layers
+            for name in stage_tensor_names(checkpoint, range(layer, layer + 1), index == 0, index == last)
+        }
+        copy.fetch(names, self._tell if tells_progress else None)
         return checkpoint
 
     def _tell(self, num_bytes: int, num_bytes_total: int) -> None:
