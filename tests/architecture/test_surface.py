@@ -39,11 +39,13 @@ OWN_FLAGS = {
     "generate": [*SAMPLING_FLAGS, "--chat", "--json", "--prompt", "--prompt-file"],
     "chat": sorted({*SAMPLING_FLAGS, "--system"} - {"--n", "--logprobs", "--prompt-logprobs"}),
     "serve": _words("""
-        --allowed-origins --api-key --api-key-file --api-server-count --cluster-key-file --disable-log-requests
-        --drain-timeout-s --enable-request-id-headers --headless --host --insecure --interface --join-timeout
+        --allowed-origins --api-key --api-key-file --api-server-count --cluster-key-file --data-parallel-size
+        --disable-log-requests --drain-timeout-s -dp --enable-request-id-headers --headless --host --insecure
+        --interface --join-timeout
         --join-timeout-s --keep-alive-timeout-s --master-addr --master-port --max-body-bytes --max-connections
         --max-header-bytes --model-source --nnodes --no-disable-log-requests --no-enable-request-id-headers
-        --no-headless --no-insecure --no-warmup --node-address --node-rank --on-worker-lost --port --port-range --read-timeout-s --reasoning-parser
+        --no-headless --no-insecure --no-warmup --node-address --node-rank --on-worker-lost --port --port-range
+        --read-timeout-s --reasoning-parser
         --request-timeout-s --root-path --served-model-name --ssl-certfile --ssl-keyfile --stages --tool-call-parser
         --warmup --write-timeout-s
     """),
@@ -88,8 +90,8 @@ WITHOUT_ENGINE_FLAGS = {
         --timeout-s
     """),
     "join": _words("""
-        --bind-cores --cluster-key-file --insecure --interface --join-timeout --join-timeout-s --model --no-bind-cores
-        --model-source --node-address --node-rank --port-range --stages
+        --bind-cores --cluster-key-file --insecure --interface --join-timeout --join-timeout-s --model --model-source
+        --no-bind-cores --node-address --node-rank --port-range --stages
     """),
     "key new": ["--out"],
     "plan": _words("""
@@ -146,8 +148,10 @@ def test_every_flag_that_a_page_of_the_docs_names_is_one_of_a_command(page: str)
     assert named - known - FLAGS_OF_OTHERS == set()
 
 
-FLAGS_OF_OTHERS: set[str] = set(_words("--add-port --entrypoint --from-literal --hostname --name --network --permanent --reload --timeout"))
-"""Of docker, firewall-cmd and the like."""
+FLAGS_OF_OTHERS = set(_words("""
+    --add-port --address --entrypoint --from-literal --hostname --name --network --permanent --reload --timeout
+"""))
+"""Of docker, firewall-cmd, ray and the like."""
 
 
 def _commands(parser: argparse.ArgumentParser) -> list[list[str]]:

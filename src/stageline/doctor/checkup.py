@@ -12,6 +12,7 @@ from stageline.doctor.machine import check_cluster, check_machine
 from stageline.doctor.model import check_memory, check_model
 from stageline.doctor.patient import Asked, Model
 from stageline.doctor.peers import PeerCheck
+from stageline.doctor.ray import look_at_ray
 from stageline.errors import ConfigError
 from stageline.pipeline.host_devices import HostDevices
 
@@ -37,8 +38,6 @@ class CheckUp:
             self._tell([failed("devices", str(error))])
         model = self._look_at_model()
         if asked.engine.distributed_executor_backend == "ray":
-            from stageline.doctor.ray import look_at_ray
-
             # It alone knows the machines, and counts their devices.
             self._tell([look_at_ray(asked)])
             return
