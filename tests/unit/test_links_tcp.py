@@ -16,6 +16,7 @@ import zmq
 
 from stageline.config import environment
 from stageline.errors import ConfigError
+from stageline.links import guard, sockets
 from stageline.links.keys import ClusterKey, LinkSecurity
 from stageline.links.refusals import RefusalLog
 from stageline.links.sockets import Links, bound_address
@@ -181,6 +182,19 @@ def test_nothing_that_listens_is_told_as_such(new_links: NewLinks) -> None:
     assert "nothing listens there" in str(links.trouble(address))
 
 
+def test_who_takes_a_connection_and_says_nothing_is_not_told_of_as_one_with_another_key(
+    new_links: NewLinks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sockets._TCP_TIMES_S, zmq.HANDSHAKE_IVL, 0.5)
+    monkeypatch.setattr(guard, "HANDSHAKE_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        links = new_links(KEY)
+        caller = links.caller(address)
+        poll_until(lambda: links.trouble(address), caller)
+    assert links.trouble(address) == guard.MUTE
+
+
 def poll_until(condition: Callable[[], object], socket: zmq.Socket) -> None:
     deadline_s = time.monotonic() + PATIENCE_MS / 1000
     while not condition():
@@ -196,6 +210,19 @@ def test_every_tcp_connection_sends_at_once(new_links: NewLinks) -> None:
     port = TcpAddress.parse(bound_address(receiver)).port
     flags = [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for connection in own_connections(port)]
     assert len(flags) == 2 and all(flags)
+
+
+def test_a_dead_link_is_told_by_what_does_not_arrive_however_long_a_message_takes(new_links: NewLinks) -> None:
+    receiver = new_links(KEY).receiver(LOOPBACK)
+    sender = new_links(KEY).sender(bound_address(receiver))
+    sender.send(b"x")
+    assert receiver.poll(PATIENCE_MS)
+    for end in (receiver, sender):
+        assert end.getsockopt(zmq.HEARTBEAT_IVL) > 0, "something has to be under way for a loss to be noticed"
+        assert end.getsockopt(zmq.HEARTBEAT_TIMEOUT) == end.getsockopt(zmq.HEARTBEAT_TTL) == 0
+    port = TcpAddress.parse(bound_address(receiver)).port
+    allowed_ms = {one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in own_connections(port)}
+    assert allowed_ms == {8000}
 
 
 def own_connections(port: int) -> list[socket.socket]:

@@ -51,8 +51,8 @@ from stageline.transfer.server import WeightServer
 logger = logging.getLogger(__name__)
 
 _IDENTITY_BYTES = 12
-_NOTICE_S = 10.0
-"""How often who waits for machines says so."""
+_NOTICE_S, _RARELY_S = 10.0, 60.0
+"""When who waits for machines says so for the first time, twice as much later again, and so on up to the second."""
 
 _LAST_WORDS_S = 0.3
 
@@ -156,14 +156,15 @@ class Head:
         poller.register(self.socket, zmq.POLLIN)
         if self._fleet is not None:
             poller.register(self._fleet.fd, zmq.POLLIN)
-        notice_s = began_s + _NOTICE_S
+        patience_s, notice_s = _NOTICE_S, began_s + _NOTICE_S
         while not (self._membership.is_complete() and self._are_ways_due() and self._find_ways()):
             now_s = self._clock.now_s()
             if now_s >= deadline_s:
                 raise ConfigError(self._who_is_missing(now_s - began_s))
             if now_s >= notice_s:
                 logger.info("%s", self._who_is_missing(now_s - began_s))
-                notice_s = now_s + _NOTICE_S
+                patience_s = min(2 * patience_s, _RARELY_S)
+                notice_s = now_s + patience_s
             until_s = min(deadline_s, notice_s, self._membership.next_deadline_s() or math.inf)
             if self._membership.is_complete():
                 until_s = min(until_s, self._next_ways_s)
@@ -183,9 +184,14 @@ class Head:
         if self._fleet is not None:
             self._fleet.start_nodes()
             return
+        patience = f"for {self._cluster.join_timeout_s:.0f} s (--join-timeout)"
+        logger.info("waiting %s for other machines; type on each of them:  %s", patience, self._join_line)
+
+    @property
+    def _join_line(self) -> str:
         key = "" if self.access.key is None else " --cluster-key-file FILE"
         key = " --insecure" if self.access.is_insecure else key
-        logger.info("waiting for other machines; type on each of them:  stageline join %s%s", self._address, key)
+        return f"stageline join {self._address}{key}"
 
     def _who_is_missing(self, waited_s: float) -> str:
         if self._no_way and self._membership.is_complete():
@@ -194,9 +200,10 @@ class Head:
         ranks = self._membership.missing_ranks()
         of = f" of {self._cluster.nnodes}" if self._cluster.nnodes else ""
         missing = f"missing: rank {', '.join(map(str, ranks))}" if ranks else f"not yet {self._num_stages} stages"
+        longer = ", or wait longer with --join-timeout" if self._is_first else ""
         return (
-            f"{num_here}{of} machines are there after {waited_s:.0f} s, {missing}; type `stageline join "
-            f"{self._address}` there, see that it reaches this port, or wait longer with --join-timeout"
+            f"{num_here}{of} machines are there after {waited_s:.0f} s, {missing}; type `{self._join_line}` there, and "
+            f"see that it reaches this port{longer}"
         )
 
     # ---- the stages of this pipeline ----

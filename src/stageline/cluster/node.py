@@ -172,7 +172,7 @@ class _Node:
         self._answer_probes(True)
         self._links = Links(self._asked.access.security(), on_broken=self._on_broken)
         self._socket = self._links.caller(self._head.url, identity=f"node.{secrets.token_hex(12)}".encode())
-        self._reach = Reach(self._head, self._links)
+        self._reach = Reach(self._head, self._links, is_patient=self._has_been_in)
 
     def _disconnect(self) -> None:
         if self._links is not None:
@@ -247,7 +247,7 @@ class _Node:
                         return True
             now_s = time.monotonic()
             if not messages and now_s - began_s >= _LOOK_S:
-                self._reach.look(is_last_look=now_s >= deadline_s)
+                self._reach.look(now_s >= deadline_s, deadline_s - now_s)
         return False
 
     def _hello(self) -> Hello:

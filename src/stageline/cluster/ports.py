@@ -34,6 +34,8 @@ class HeldPort:
     """
 
     def __init__(self, address: str, ports: range) -> None:
+        if TcpAddress(address, 0).is_wildcard():
+            raise ConfigError(f"{address} means every interface of this machine; give the address of one of them")
         # Connections of a run before, which may still be closing, make a port look taken at the first sight.
         for reuses in (False, True):
             for port in ports:

@@ -7,10 +7,12 @@ tried beside it, of which the system tells more.
 from __future__ import annotations
 
 import logging
+import math
 import socket
+import time
 
 from stageline.cluster.handshake import HandshakeError
-from stageline.links.guard import BROKEN, NOBODY
+from stageline.links.guard import BROKEN, MUTE, NOBODY
 from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
 
@@ -18,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_S = 2.0
 _REFUSALS_UNTIL_SURE = 2
+_REPEAT_S = 60.0
 _MUTE_LOOKS = 2
 """A connection that is just coming about looks like one that nobody answers."""
 
@@ -25,31 +28,39 @@ _MUTE_LOOKS = 2
 class Reach:
     """Args:
     links: through which the head is called.
+    is_patient: what is in the way is no reason to give up: it was not there before.
     """
 
-    def __init__(self, head: TcpAddress, links: Links) -> None:
+    def __init__(self, head: TcpAddress, links: Links, is_patient: bool = False) -> None:
         self._head = head
         self._links = links
+        self._is_patient = is_patient
         self._num_refusals = 0
         self._num_mute = 0
         self._said = ""
+        self._repeat_s = 0.0
+        self._mute: str | None = None
         self._why: str = NOBODY
         self.is_heard = False
         """The head has answered: whatever takes long now is not the way to it."""
 
-    def look(self, is_last_look: bool) -> None:
-        """Say what is in the way if it is something new.
+    def look(self, is_last_look: bool, left_s: float = math.inf) -> None:
+        """Say what is in the way if it is something new, and now and then if it is not.
 
+        Args:
+            left_s: how long it is going to be tried.
         Raises: HandshakeError if waiting is of no use, or no more time is left.
         """
         step, reason = "head", "it has not let this node in; its log says what it waits for"
         if not self.is_heard:
             step, reason = self._find_out(is_first_look=not self._said, is_last_look=is_last_look)
-        if self._num_refusals >= _REFUSALS_UNTIL_SURE or is_last_look:
+        if is_last_look or (self._num_refusals >= _REFUSALS_UNTIL_SURE and not self._is_patient):
             raise HandshakeError(step, reason)
-        if reason != self._said and not 0 < self._num_mute < _MUTE_LOOKS:
-            self._said = reason
-            logger.info("not joined yet, step `%s`: %s; trying on", step, reason)
+        is_old = reason == self._said and time.monotonic() < self._repeat_s
+        if not is_old and not 0 < self._num_mute < _MUTE_LOOKS:
+            self._said, self._repeat_s = reason, time.monotonic() + _REPEAT_S
+            how_long = "" if math.isinf(left_s) else f" for {left_s:.0f} s (--join-timeout)"
+            logger.info("not joined yet, step `%s`: %s; trying on%s", step, reason, how_long)
 
     def _find_out(self, is_first_look: bool, is_last_look: bool) -> tuple[str, str]:
         trouble = self._links.trouble(self._head.url)
@@ -59,8 +70,13 @@ class Reach:
             if is_first_look or is_last_look:
                 self._why = self._unreachable() or trouble
             return "connection", f"{self._head} cannot be reached: {self._why}"
-        if trouble in (None, BROKEN):
+        if trouble in (None, BROKEN, MUTE):
+            self._num_refusals = 0
             self._num_mute += 1
+            if trouble is None and (is_last_look or self._num_mute == _MUTE_LOOKS):
+                self._mute = self._unreachable()
+            if trouble is None and self._mute is not None:
+                return "connection", f"{self._head} cannot be reached: {self._mute}"
             return "connection", f"what listens at {self._head} does not answer: a busy head, or another program"
         self._num_refusals += 1
         return "key", f"{self._head} refuses this node: {trouble}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stageline.cluster.ports import HeldPort, check_port, resolve
+from stageline.cluster.ways import own_hosts
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError
@@ -69,3 +70,4 @@ def check_head(
         )
     own = resolve(cluster.node_address, "--node-address") if cluster.node_address else address.host
     HeldPort(own, cluster.ports).close()
+    own_hosts(own, cluster.interface, is_only=cluster.node_address is not None)

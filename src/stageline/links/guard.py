@@ -28,6 +28,9 @@ from stageline.links.wakeup import Wakeup
 logger = logging.getLogger(__name__)
 
 ZAP_DOMAIN = b"stageline"
+HANDSHAKE_S = 5.0
+"""Who has not shown its key by then is cut off."""
+
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -44,6 +47,8 @@ _EVENTS = (
 _WRONG_KEY = "its cluster key is not this one's, or it is no node of Stageline"
 NOBODY = "nothing listens there, or a firewall is in between"
 BROKEN = "the connection broke"
+MUTE = "it takes connections and says nothing: it stands still, or is no node of Stageline"
+_LEFT_EARLY = "it left, or took too long, before it had shown a key"
 
 OnBroken = Callable[[str], None]
 """Hears, from the guard's thread, of a link that was up and is not: its address."""
@@ -139,8 +144,10 @@ class Guard:
         event, value = message["event"], message["value"]
         if event == zmq.EVENT_ACCEPTED:
             of.peers[value] = _peer_of(value)
+        elif event == zmq.EVENT_CONNECTED:
+            of.connected_s = time.monotonic()
         elif event & _FAILED_HANDSHAKES:
-            of.failure = _why(event, value)
+            of.failure = _why(event, value, of)
             of.is_up = False
         elif event == zmq.EVENT_DISCONNECTED:
             self._disconnected(of, of.peers.pop(value, None))
@@ -174,6 +181,7 @@ class Watched:
     Attributes:
         address: where it is bound or connects to; written by its owner.
         is_up: of a socket that connects: its handshake succeeded.
+        connected_s: of a socket that connects: since when it has been, whatever became of the handshake.
         peers: accepted connections' file descriptors, and who is behind them.
         failure: of a handshake, until the end of its connection, which follows at once and says who it was.
     """
@@ -182,6 +190,7 @@ class Watched:
         self.address = "?"
         self.socket = socket
         self.is_up = False
+        self.connected_s: float | None = None
         self.peers: dict[int, str] = {}
         self.failure: str | None = None
 
@@ -194,7 +203,12 @@ def _peer_of(fd: int) -> str:
     return "a peer that left at once"
 
 
-def _why(event: int, value: int) -> str:
+def _why(event: int, value: int, of: Watched) -> str:
+    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        if of.connected_s is None:
+            return _LEFT_EARLY
+        # Who does not like the key hangs up at once.
+        return MUTE if time.monotonic() - of.connected_s > HANDSHAKE_S / 2 else _WRONG_KEY
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
         return "one side has a cluster key, the other was started with --insecure"
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

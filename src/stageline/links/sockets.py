@@ -14,7 +14,7 @@ import tempfile
 import zmq
 
 from stageline.errors import ConfigError
-from stageline.links.guard import ZAP_DOMAIN, Guard, OnBroken, Watched
+from stageline.links.guard import HANDSHAKE_S, ZAP_DOMAIN, Guard, OnBroken, Watched
 from stageline.links.keys import LinkSecurity
 from stageline.links.tcp_address import TcpAddress, destination_of, is_tcp
 
@@ -25,9 +25,6 @@ _MAX_BYTES_TO_A_SENDER = 64 * 2**10
 """A socket that only sends hears nothing but signs of life."""
 
 _FALLBACK_PARENT = "/tmp"
-
-_HANDSHAKE_S = 5.0
-"""Who has not shown its key by then is cut off."""
 
 _HEARTBEAT_S, _SILENCE_S = 2.0, 10.0
 """A sign of life waits behind the message that is under way. So only who gets small messages may take silence for
@@ -168,7 +165,7 @@ class Links:
 
 
 _TCP_TIMES_S = {
-    zmq.HANDSHAKE_IVL: _HANDSHAKE_S,
+    zmq.HANDSHAKE_IVL: HANDSHAKE_S,
     zmq.HEARTBEAT_IVL: _HEARTBEAT_S,
     zmq.HEARTBEAT_TTL: 0.0,
     zmq.TCP_MAXRT: _UNACKNOWLEDGED_S,
@@ -184,7 +181,7 @@ def check_is_protected(address: TcpAddress, security: LinkSecurity | None) -> No
     Raises: ConfigError.
     """
     if address.is_wildcard():
-        raise ConfigError(f"{address} means every interface of this machine; name the one to use, or --interface")
+        raise ConfigError(f"{address} means every interface of this machine; give the address of one of them")
     if security is None and not address.is_loopback():
         raise ConfigError(
             f"{address} can be reached from other machines, and there is no cluster key; give --cluster-key-file FILE "
