@@ -22,7 +22,7 @@ from stageline.engine.load_progress import LoadProgress
 from stageline.engine.output_processor import OutputProcessor
 from stageline.engine.output_stream import OutputStream
 from stageline.engine.startup import choose_max_model_len, start_pipeline
-from stageline.errors import RequestError
+from stageline.errors import ConfigError, RequestError
 from stageline.executor.executor import OnProgress
 from stageline.executor.messages import StageLoaded
 from stageline.kv.kv_plan import KVPlan
@@ -54,6 +54,7 @@ class LLM:
     def __init__(
         self, model: str | os.PathLike[str], *, on_load_progress: OnProgress | None = None, **settings: Any
     ) -> None:
+        _refuse_replicas(settings.pop("data_parallel_size", 1))
         self.config = EngineConfig(model=_as_text(model), **settings).check()
         self.clock: Clock = MonotonicClock()
         checkpoint = open_checkpoint(self.config.model)
@@ -242,3 +243,12 @@ def _one_per_prompt(
             "sampling_params",
         )
     return list(params)
+
+
+def _refuse_replicas(num_replicas: Any) -> None:
+    """Known to those who come from a server's settings. Raises: ConfigError."""
+    if num_replicas != 1:
+        raise ConfigError(
+            f"data_parallel_size is {num_replicas!r}, but an LLM is one pipeline; `stageline serve -dp {num_replicas}` "
+            "has several behind one API, and a batch is divided by starting several LLMs"
+        )

@@ -41,7 +41,7 @@ def serve(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig | Non
     with bind(config) as listening:
         if not is_by_ray:
             check_head(engine, cluster, access, api_port=listening.getsockname()[1])
-        _check_replicas(config, cluster)
+        _check_replicas(config, cluster, is_by_ray)
         check_open_files(engine.pipeline_parallel_size * config.data_parallel_size)
         checkpoint = open_checkpoint(engine.check().model)
         check_before_start(engine, checkpoint)
@@ -53,10 +53,10 @@ def serve(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig | Non
         Supervisor(replicas, config, checkpoint.path, listening, url, began_s, cluster, access).run()
 
 
-def _check_replicas(serve: ServeConfig, cluster: ClusterConfig) -> None:
-    if serve.data_parallel_size > 1 and cluster.is_spread:
+def _check_replicas(serve: ServeConfig, cluster: ClusterConfig, is_by_ray: bool) -> None:
+    if serve.data_parallel_size > 1 and (cluster.is_spread or is_by_ray):
+        flags = "--distributed-executor-backend ray" if is_by_ray else "--nnodes and --master-addr"
         raise ConfigError(
-            f"--data-parallel-size is {serve.data_parallel_size}, but replicas share one machine, and this pipeline is "
-            "spread over several; start one server per pipeline, with a proxy in front, or leave --nnodes and "
-            "--master-addr out"
+            f"--data-parallel-size is {serve.data_parallel_size}, but replicas share one machine, and this pipeline "
+            f"may be spread over several; start one server per pipeline, with a proxy in front, or leave {flags} out"
         )

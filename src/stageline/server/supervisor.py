@@ -197,7 +197,11 @@ class Supervisor:
         if not self._engines.may_start_again(replica, error):
             logger.error("replica %d is not started again: it was, and has not served for long since", replica)
             return
-        self._engines.start(replica)
+        try:
+            self._engines.start(replica)
+        except StagelineError as problem:
+            logger.error("replica %d cannot be started again: %s", replica, problem)
+            return
         for index, child in self._apis.items():
             _tell(child, ReplaceEngine(replica, self._engines.link(replica, index)))
 

@@ -77,6 +77,10 @@ const notice = (problem) => {
   showEvents([...noticed, ...view.events], view.now_s);
 };
 
+// Of several replicas, one: /dashboard?engine=1 shows the second.
+const ENGINE = new URLSearchParams(location.search).get("engine");
+const WHICH = ENGINE === null ? "" : `engine=${encodeURIComponent(ENGINE)}`;
+
 const ask = async () => {
   clearTimeout(timer);
   if (isAsking || isPaused || document.hidden) return;
@@ -85,7 +89,10 @@ const ask = async () => {
     const missedS = lastS === null ? Infinity : performance.now() / 1000 - lastS + 0.4;
     const wanted = Math.min(60, timeline.shownS + 0.4, Math.max(0.1, missedS));
     const askedS = performance.now() / 1000;
-    const [newView, spans] = await Promise.all([get("debug/pipeline"), get(`debug/timeline?seconds=${wanted.toFixed(2)}`)]);
+    const [newView, spans] = await Promise.all([
+      get(`debug/pipeline${WHICH && `?${WHICH}`}`),
+      get(`debug/timeline?seconds=${wanted.toFixed(2)}${WHICH && `&${WHICH}`}`),
+    ]);
     lastS = askedS;
     view = newView;
     show(spans);
