@@ -103,7 +103,7 @@ WITHOUT_ENGINE_FLAGS = {
     """),
     "probe": ["--cluster-key-file", "--insecure", "--interface", "--json", "--listen", "--port"],
     "timeline": ["--api-key", "--ca-file", "--chrome", "--png", "--save", "--seconds", "--simulated", "--url",
-                 "--width"],  # fmt: skip
+                 "--width"],
 }
 
 

@@ -29,7 +29,7 @@ from stageline.doctor.links import Need, judge_link
 from stageline.doctor.patient import Asked
 from stageline.doctor.peer import Facts
 from stageline.doctor.peer import Peer as Listener
-from stageline.doctor.peers import Peer, address_of_peer, judge_clock, judge_mtu, why_not_reached
+from stageline.doctor.peer_findings import Peer, address_of_peer, judge_clock, judge_mtu, why_not_reached
 from stageline.errors import ConfigError
 from stageline.links.frames import encode_message
 from stageline.links.keys import ClusterKey, LinkSecurity
@@ -334,6 +334,7 @@ def test_a_peer_without_the_model_may_have_it_sent_if_its_disk_has_room(
         finally:
             listener.close()
         assert found[f"{name}:join"].status == "ok" and found[f"{name}:disk"].status == status, found
+        assert found[f"{name}:weights port"].status == "ok"
 
 
 def test_a_peer_with_another_model_is_told_with_both_digests(

@@ -6,25 +6,34 @@ and back here: so what a firewall stops in one direction only is found, too.
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from stageline.checkpoint.digest import model_digest
-from stageline.cluster.handshake import HandshakeError, check_software, settings_of, this_software
+from stageline.cluster.handshake import settings_of, this_software
 from stageline.cluster.membership import HEAD, Wanted
 from stageline.cluster.messages import FindWay, Offer, Ready
-from stageline.cluster.ports import HeldPort, own_address_towards, resolve
-from stageline.cluster.probe import NoWay, Way, measure
+from stageline.cluster.ports import HeldPort, resolve
+from stageline.cluster.probe import NoWay, measure
 from stageline.cluster.probe_listener import ProbeListener
 from stageline.doctor.devices import describe
-from stageline.doctor.finding import Finding, failed, ok, skipped, warning
+from stageline.doctor.finding import Finding, failed, ok, skipped
 from stageline.doctor.joining import Guest, Joining, play_joining
 from stageline.doctor.links import Need, judge_link
 from stageline.doctor.patient import Asked, Model
-from stageline.doctor.peer import FACTS, OFFER, REACH, Facts, ModelAnswer, Reached, mtu_of
+from stageline.doctor.peer import FACTS, OFFER, REACH, Facts, ModelAnswer, Reached
+from stageline.doctor.peer_findings import (
+    Peer,
+    address_of_peer,
+    judge_clock,
+    judge_mtu,
+    judge_python,
+    judge_software,
+    own_mtu,
+    why_not_reached,
+)
 from stageline.engine.startup_table import format_bytes
 from stageline.errors import ConfigError, FrameError
 from stageline.links.frames import MessageDecoder, encode_message
@@ -35,30 +44,10 @@ from stageline.pipeline.host_devices import HostDevices
 
 _PATIENCE_S = 10.0
 _REACH_S = 30.0
-_CLOCK_NOTICE_S = 1.0
-_STUCK = "it answered, and then not"
-"""What a probe says of a way on which small messages arrive and large ones do not."""
 
 _FACTS: MessageDecoder[Facts] = MessageDecoder(Facts)
 _MODEL_ANSWERS: MessageDecoder[ModelAnswer] = MessageDecoder(ModelAnswer)
 _REACHED: MessageDecoder[Reached] = MessageDecoder(Reached)
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A machine that answered.
-
-    Args:
-        clock_s: how far its time of day is ahead of this machine's.
-        uncertain_s: by which that may be wrong.
-    """
-
-    name: str
-    address: TcpAddress
-    way: Way
-    facts: Facts | None = None
-    clock_s: float = 0.0
-    uncertain_s: float = 0.0
 
 
 @dataclass
@@ -231,6 +220,7 @@ class PeerCheck:
         try:
             for peer in peers:
                 self._findings.append(self._way_back(peer, head))
+            self._weights_way([one for one in peers if one.facts is not None and one.facts.hello.wants_weights], own)
             self._ring(sorted((joining.ranks[one.name], one) for one in peers if one.name in joining.ranks), held)
         finally:
             listener.close()
@@ -244,6 +234,27 @@ class PeerCheck:
                 "or give the --master-addr that it reaches", peer.name,
             )  # fmt: skip
         return ok("way back", f"it reaches {head}", peer.name)
+
+    def _weights_way(self, peers: Sequence[Peer], own: str) -> None:
+        """To the port that the head would send weights from, for those who want them."""
+        if not peers:
+            return
+        with ExitStack() as stack:
+            try:
+                held = HeldPort(own, self._asked.cluster.ports)
+                stack.callback(held.close)
+                stack.callback(ProbeListener([held.address], self._security).close)
+            except ConfigError as error:
+                self._findings.append(failed("weights port", str(error)))
+                return
+            for peer in peers:
+                found = self._ask_way(peer, held.address)
+                if found.round_trip_s is None:
+                    way_out = f"let TCP port {held.address.port} through here; --port-range chooses which"
+                    line = f"it cannot reach the port that its weights come from: {found.words}; {way_out}"
+                    self._findings.append(failed("weights port", line, peer.name))
+                else:
+                    self._findings.append(ok("weights port", f"its weights come by {found.words}", peer.name))
 
     def _ring(self, ranked: Sequence[tuple[int, Peer]], held: HeldPort) -> None:
         for place, (rank, peer) in enumerate(ranked):
@@ -274,74 +285,6 @@ class PeerCheck:
             return Reached("it does not say") if answer is None else _REACHED.decode(answer)
         except FrameError:
             return Reached("it says nothing that makes sense")
-
-
-def address_of_peer(name: str, port: int) -> TcpAddress:
-    """Of HOST or HOST:PORT. Args: port: if it names none. Raises: ConfigError."""
-    host = name
-    if name.startswith("[") or name.count(":") == 1:
-        host, _, text = name.rpartition(":") if not name.endswith("]") else (name, "", "")
-        if text and not (text.isdecimal() and 0 < int(text) < 65536):
-            raise ConfigError(f"--peers {name}: {text!r} is no port; give HOST or HOST:PORT")
-        port = int(text) if text else port
-    return TcpAddress(resolve(host.strip("[]"), "--peers"), port)
-
-
-def why_not_reached(address: TcpAddress, reason: str) -> str:
-    """One line with the way out."""
-    if reason.startswith(_STUCK):
-        return (
-            f"{address}: small messages arrive and large ones do not: some device in between lets no packets of this "
-            "size through; set the same, smaller MTU on both machines (ip link set DEVICE mtu 1400)"
-        )
-    return (
-        f"{address}: {reason}; type there: stageline doctor --listen {address.host}, with the same key, and let TCP "
-        f"port {address.port} through its firewall"
-    )
-
-
-def judge_software(facts: Facts, where: str) -> Finding:
-    try:
-        check_software(facts.hello.software, this_software())
-    except HandshakeError as error:
-        return failed("software", error.reason, where)
-    return ok("software", f"stageline {facts.hello.software.stageline}, torch {facts.hello.software.torch}", where)
-
-
-def judge_python(facts: Facts, where: str) -> Finding:
-    own = platform.python_version()
-    if facts.python.rpartition(".")[0] != own.rpartition(".")[0]:
-        return warning(
-            "environment", f"Python is {facts.python} there and {own} here; it may work, and the same on all machines "
-            "is what was tested", where,
-        )  # fmt: skip
-    return ok("environment", f"Python {facts.python}", where)
-
-
-def judge_clock(peer: Peer) -> Finding:
-    """What a head would warn of when the machine joins."""
-    shown = f"{peer.clock_s:+.3f} s from this machine's, within {peer.uncertain_s:.3f} s"
-    if abs(peer.clock_s) > _CLOCK_NOTICE_S + peer.uncertain_s:
-        return warning("clock", f"{shown}: logs will not fit together; run NTP (chrony) on both", peer.name)
-    return ok("clock", shown, peer.name)
-
-
-def own_mtu(peer: Peer) -> int:
-    try:
-        return mtu_of(own_address_towards(peer.address))
-    except ConfigError:
-        return 0
-
-
-def judge_mtu(own_bytes: int, peer: Peer) -> Finding:
-    """Args: own_bytes: of this machine's interface towards it."""
-    there = 0 if peer.facts is None else peer.facts.mtu_bytes
-    if own_bytes and there and own_bytes != there:
-        return warning(
-            "MTU", f"{there} there and {own_bytes} here; large packets may get lost: give both the same (ip link set "
-            f"DEVICE mtu {min(own_bytes, there)})", peer.name,
-        )  # fmt: skip
-    return ok("MTU", f"{there or own_bytes or 'unknown'} on both", peer.name)
 
 
 def parse_peers(given: Sequence[str]) -> list[str]:
