@@ -54,3 +54,19 @@ def test_being_computed_again_is_no_preemption() -> None:
     start_over(engine, 1000)
     assert engine.scheduler.num_running == 0 and engine.scheduler.num_waiting == 1
     assert engine.scheduler.num_preemptions == 0
+
+
+def test_what_does_not_fit_into_a_smaller_cache_ends_with_the_numbers_and_the_others_go_on() -> None:
+    engine = make_engine(num_blocks=40)
+    asked = [engine_request("fits", [1, 2, 3], 5 * BLOCK_SIZE), engine_request("large", [4] * 9 * BLOCK_SIZE, 20)]
+    for one in asked:
+        engine.add(one)
+    engine.step()
+    start_over(engine, 7)
+    [ended] = engine.scheduler.end_misfits(0.0)
+    assert (ended.request_id, ended.finish_reason) == ("large", "error")
+    assert ended.failure is not None and "has 7 KV cache blocks" in ended.failure.message
+    while engine.scheduler.num_unfinished or len(engine.in_flight):
+        engine.step()
+    assert engine.outputs["fits"] == expected_output(asked[0])
+    assert engine.kv.num_free_blocks == 7

@@ -51,7 +51,7 @@ class EngineCore:
         self._clock = clock
         self._in_flight_since_s: float | None = None
         self._launched_s: dict[int, float] = {}
-        self._ends_for_want_of_masks: list[RequestUpdate] = []
+        self._early_ends: list[RequestUpdate] = []
         executor.before_sampling(self._send_masks)
         self._stats = StatsCollector(scheduler.limits.max_model_len, clock.now_s())
         self._events = EventLog()
@@ -64,7 +64,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Something is unfinished or still in the pipeline."""
-        return bool(self._scheduler.num_unfinished or len(self._in_flight) or self._ends_for_want_of_masks)
+        return bool(self._scheduler.num_unfinished or len(self._in_flight) or self._early_ends)
 
     @property
     def num_requests(self) -> int:
@@ -112,7 +112,9 @@ class EngineCore:
         self._launched_s.clear()
         self._in_flight_since_s = None
         self._counters = None
-        return self._scheduler.start_over(kv)
+        epoch_and_first = self._scheduler.start_over(kv)
+        self._end_early(self._scheduler.end_misfits(self._clock.now_s()))
+        return epoch_and_first
 
     def go_on(self, executor: Executor, balancer: Balancer) -> None:
         """With these stages; what was running is computed again, and goes on where it was."""
@@ -137,7 +139,7 @@ class EngineCore:
         self._move_the_cut()
         self._fill_window()
         if len(self._in_flight) == 0 and not self._scheduler.is_waiting_for_masks:
-            if self._ends_for_want_of_masks:
+            if self._early_ends:
                 return self._take_ends()
             if self._scheduler.num_unfinished:
                 raise InternalError(
@@ -172,12 +174,16 @@ class EngineCore:
         masks, ends = self._scheduler.take_masks(self._clock.now_s())
         for message in masks:
             self._executor.send_masks(message)
-        for update in ends:
+        self._end_early(ends)
+
+    def _end_early(self, updates: list[RequestUpdate]) -> None:
+        """Count ends that no result brought, and tell them with the next step's news."""
+        for update in updates:
             self._stats.ended(update, update.finish_reason or "abort")
-        self._ends_for_want_of_masks += ends
+        self._early_ends += updates
 
     def _take_ends(self) -> list[RequestUpdate]:
-        ends, self._ends_for_want_of_masks = self._ends_for_want_of_masks, []
+        ends, self._early_ends = self._early_ends, []
         return ends
 
     def _fill_window(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from stageline.cost.stage_time import StageTimeCosts
 from stageline.errors import RequestError
 from stageline.kv.kv_cache_manager import KVCacheManager
-from stageline.request import EngineRequest
+from stageline.request import EngineRequest, RequestFailure
 from stageline.scheduler.budget import PromptWork
 from stageline.scheduler.running_requests import RunningRequests
 from stageline.scheduler.scheduled_request import ScheduledRequest
@@ -23,8 +23,7 @@ def check_can_be_served(asked: EngineRequest, max_model_len: int, kv: KVCacheMan
             f"{max_model_len}; shorten the prompt or lower max_tokens",
             "prompt",
         )
-    # The last token is never fed back, so its key and value need no place.
-    num_blocks = kv.blocks_for(num_tokens - 1)
+    num_blocks = _most_blocks(asked, kv)
     if num_blocks > kv.num_blocks:
         raise RequestError(
             f"{len(asked.prompt_token_ids)} prompt tokens and max_tokens {asked.max_tokens} need {num_blocks} "
@@ -32,6 +31,24 @@ def check_can_be_served(asked: EngineRequest, max_model_len: int, kv: KVCacheMan
             f"max_tokens, shorten the prompt, or give the engine more --kv-cache-memory",
             "max_tokens",
         )
+
+
+def why_not_again(asked: EngineRequest, kv: KVCacheManager) -> RequestFailure | None:
+    """Why a request that was accepted cannot be computed again in this KV cache, which may be a smaller one."""
+    num_blocks = _most_blocks(asked, kv)
+    if num_blocks <= kv.num_blocks:
+        return None
+    return RequestFailure(
+        f"the pipeline was started again and has {kv.num_blocks} KV cache blocks of {kv.block_size} tokens now; "
+        f"{len(asked.prompt_token_ids)} prompt tokens and max_tokens {asked.max_tokens} need {num_blocks}; lower "
+        "max_tokens, or give the engine a fixed --kv-cache-memory",
+        "max_tokens",
+    )
+
+
+def _most_blocks(asked: EngineRequest, kv: KVCacheManager) -> int:
+    # The last token is never fed back, so its key and value need no place.
+    return kv.blocks_for(len(asked.prompt_token_ids) + asked.max_tokens - 1)
 
 
 def has_blocks_for(request: ScheduledRequest, running: RunningRequests, kv: KVCacheManager) -> bool:

@@ -20,7 +20,7 @@ from stageline.outputs import FinishReason
 from stageline.pipeline.microbatch import NO_TOKEN, Microbatch, MicrobatchResult, TokenMasks
 from stageline.request import EngineRequest, RequestFailure, RequestUpdate
 from stageline.sampling import TokenLogprobs
-from stageline.scheduler.admission import check_can_be_served, has_blocks_for, prompt_work
+from stageline.scheduler.admission import check_can_be_served, has_blocks_for, prompt_work, why_not_again
 from stageline.scheduler.budget import (
     MIN_CHUNK_TOKENS,
     PrefillRoom,
@@ -387,6 +387,11 @@ class Scheduler:
         self._epoch += 1
         return self._epoch, self._next_microbatch
 
+    def end_misfits(self, now_s: float) -> list[RequestUpdate]:
+        """After `start_over`: end what needs more KV cache than there is now. It would wait for ever."""
+        found = [(request, why_not_again(request.asked, self._kv)) for request in self._by_id.values()]
+        return [self._end_early(request, "error", now_s, why) for request, why in found if why is not None]
+
     def _forget(self, request: ScheduledRequest) -> None:
         """Take a running request out of the queues and let the stages drop it with the next microbatch."""
         self._running.remove(request)
@@ -475,9 +480,7 @@ class Scheduler:
         """
         for request in self._guides.collect():
             self._schedule_again(request)
-        ends = [
-            self._end_early(request, "error", now_s, failure) for request, failure in self._guides.take_failed()
-        ]
+        ends = [self._end_early(request, "error", now_s, why) for request, why in self._guides.take_failed()]
         return self._guides.take_outgoing(), ends
 
     def _schedule_again(self, request: ScheduledRequest) -> None:
