@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from stageline.cluster.ray_agent import Agent, visible_gpus
+from stageline.cluster.ray_agent import Agent, room
 from stageline.cluster.ray_messages import (
     FromRay,
     NodeEnd,
@@ -108,7 +108,6 @@ class _Driver:
         self._owner_fd = owner_fd
         self._places: list[str] = []
         self._by_node: dict[str, list[int]] = {}
-        self._gpus: dict[str, list[str]] = {}
         self._group: Any = None
         self._actors: dict[int, Any] = {}
         self._orders: dict[int, NodeOrder] = {}
@@ -144,7 +143,7 @@ class _Driver:
         placed = Placed(
             own_address=addresses[own_id],
             own_stages=len(self._by_node[own_id]),
-            own_gpus=self._gpus[own_id],
+            own_gpus=self._gpus_of(self._by_node[own_id]),
             nodes=[PlacedNode(addresses.get(place, place), len(self._by_node[place])) for place in self._places],
         )
         self.tell(placed)
@@ -162,18 +161,21 @@ class _Driver:
         return no_room_words(self._bundle, self._asked.num_stages, waited_s, _view(own_id))
 
     def _note_places(self, own_id: str) -> None:
-        """Which node each bundle is on, and which of its GPUs it has."""
-        import ray
+        """Which machine each bundle is on."""
         from ray.util.placement_group import placement_group_table
 
         found: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         self._by_node = stages_by_node([found[bundle] for bundle in sorted(found)], own_id)
         self._places = [node_id for node_id in self._by_node if node_id != own_id]
-        self._gpus = {node_id: [] for node_id in self._by_node}
-        if self._bundle.num_gpus:
-            for node_id, bundles in self._by_node.items():
-                asked = [self._in_bundle(visible_gpus, bundle).remote() for bundle in bundles]
-                self._gpus[node_id] = [gpu for gpus in ray.get(asked) for gpu in gpus]
+
+    def _gpus_of(self, bundles: Sequence[int]) -> list[str]:
+        """Which GPUs of their machine Ray keeps for them."""
+        import ray
+
+        if not self._bundle.num_gpus:
+            return []
+        rooms: list[list[str]] = ray.get([self._in_bundle(room, bundle).remote() for bundle in bundles])
+        return [gpu for _, *gpus in rooms for gpu in gpus]
 
     def _in_bundle(self, what: Any, bundle: int, **options: Any) -> Any:
         """A function or class that Ray runs in a bundle, with all its resources."""
@@ -220,12 +222,12 @@ class _Driver:
 
     def _start(self, rank: int) -> None:
         """In the first of its node's bundles. If that is lost with its machine, Ray finds another place for it."""
-        place = self._places[rank - 1]
+        first, *others = self._by_node[self._places[rank - 1]]
         order = msgspec.msgpack.encode(self._orders[rank])
         self._started_s[rank] = time.monotonic()
-        actor = self._in_bundle(Agent, self._by_node[place][0], max_restarts=0).remote()
+        actor = self._in_bundle(Agent, first, max_restarts=0).remote()
         self._actors[rank] = actor
-        answer = actor.run.remote(order, self._gpus[place]).future()
+        answer = actor.run.remote(order, *(self._in_bundle(room, bundle).remote() for bundle in others)).future()
         answer.add_done_callback(lambda done: self._events.put(_Ended(rank, _end_of(done))))
 
     def close(self) -> None:

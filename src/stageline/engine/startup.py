@@ -146,7 +146,7 @@ def start_pipeline(
     """
     if config.distributed_executor_backend == "ray":
         raise ConfigError(
-            "--distributed-executor-backend ray works with `stageline serve` only; leave it out, or be a client of a server"
+            "--distributed-executor-backend ray works with `stageline serve` only; leave it out, or ask a server"
         )
     max_model_len = check_before_start(config, checkpoint)
     loaded = _load(config, checkpoint, max_model_len, clock, on_progress, remote, wakeup)
