@@ -11,7 +11,7 @@ from stageline.cli.main import main
     ("typed", "told"),
     [
         (["serve", "m", "--prot", "17"], "unrecognized arguments: --prot 17; did you mean --port?"),
-        (["serve", "m", "-dp", "2"], "unrecognized arguments: -dp 2; -dp: data parallelism is not there yet"),
+        (["generate", "m", "-dp", "2"], "unrecognized arguments: -dp 2; -dp: replicas are for stageline serve"),
         (["generate", "m", "--gpu-memory-utilization=0.9"], "sized with --kv-cache-memory"),
         (["serve", "m", "--enforce-eager"], "--enforce-eager is not needed here: leave it out"),
         (["serve", "m", "--served-model-name", "a", "b"], "unrecognized arguments: b (see stageline serve --help)"),

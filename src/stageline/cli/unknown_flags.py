@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 _NOT_NEEDED = "is not needed here: leave it out"
 _ELSEWHERE = {
     "--model": "MODEL is given without a flag, behind the command",
-    "-dp": "data parallelism is not there yet; start a server per replica",
-    "--data-parallel-size": "data parallelism is not there yet; start a server per replica",
+    "-dp": "replicas are for stageline serve; other commands run one pipeline",
+    "--data-parallel-size": "replicas are for stageline serve; other commands run one pipeline",
     "--gpu-memory-utilization": "the KV cache is sized with --kv-cache-memory",
     "--num-gpu-blocks-override": "the KV cache is sized with --kv-cache-memory",
     "--enable-auto-tool-choice": _NOT_NEEDED,
