@@ -57,7 +57,8 @@ class Reach:
         if is_last_look or (self._num_refusals >= _REFUSALS_UNTIL_SURE and not self._is_patient):
             raise HandshakeError(step, reason)
         is_old = reason == self._said and time.monotonic() < self._repeat_s
-        if not is_old and not 0 < self._num_mute < _MUTE_LOOKS:
+        is_sure = self._num_mute not in range(1, _MUTE_LOOKS) and (self._is_patient or not self._num_refusals)
+        if is_sure and not is_old:
             self._said, self._repeat_s = reason, time.monotonic() + _REPEAT_S
             how_long = "" if math.isinf(left_s) else f" for {left_s:.0f} s (--join-timeout)"
             logger.info("not joined yet, step `%s`: %s; trying on%s", step, reason, how_long)

@@ -48,6 +48,7 @@ _WRONG_KEY = "its cluster key is not this one's, or it is no node of Stageline"
 NOBODY = "nothing listens there, or a firewall is in between"
 BROKEN = "the connection broke"
 MUTE = "it takes connections and says nothing: it stands still, or is no node of Stageline"
+_NO_KEY = "it hangs up on who has no cluster key, or is no node of Stageline; give --cluster-key-file if it has one"
 _LEFT_EARLY = "it left, or took too long, before it had shown a key"
 
 OnBroken = Callable[[str], None]
@@ -76,6 +77,7 @@ class Guard:
             self._allowed_key = z85.decode(allowed.public)
             self._zap = context.socket(zmq.REP)
             self._zap.bind(_ZAP_ADDRESS)
+        self._hung_up = _NO_KEY if allowed is None else _WRONG_KEY
         self._thread = threading.Thread(target=self._watch, name="link guard", daemon=True)
         self._thread.start()
 
@@ -147,14 +149,14 @@ class Guard:
         elif event == zmq.EVENT_CONNECTED:
             of.connected_s = time.monotonic()
         elif event & _FAILED_HANDSHAKES:
-            of.failure = _why(event, value, of)
+            of.failure = self._why(event, value, of)
             of.is_up = False
         elif event == zmq.EVENT_DISCONNECTED:
             self._disconnected(of, of.peers.pop(value, None))
         elif event == zmq.EVENT_CONNECT_RETRIED:
             self._troubles.setdefault(of.address, NOBODY)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            of.is_up = True
+            of.is_up, of.said = True, None
             self._troubles.pop(of.address, None)
             with self._news:
                 self._up.add(of.address)
@@ -165,14 +167,28 @@ class Guard:
         failure, of.failure = of.failure, None
         was_up, of.is_up = of.is_up, False
         if peer is None:
-            self._troubles[of.address] = failure or (BROKEN if was_up else _WRONG_KEY)
+            self._troubles[of.address] = failure or (BROKEN if was_up else self._hung_up)
             self._up.discard(of.address)
             if was_up and self._on_broken is not None:
                 self._on_broken(of.address)
+            # It is tried again and again: said once is enough.
+            failure, of.said = (None if failure == of.said else failure), failure
         if failure is not None:
             words = f"no connection to {of.address}" if peer is None else f"{of.address} refused {peer}"
             if (line := self._log.line(f"{words}: {failure}", time.monotonic())) is not None:
                 logger.warning("%s", line)
+
+    def _why(self, event: int, value: int, of: Watched) -> str:
+        if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            if of.connected_s is None:
+                return _LEFT_EARLY
+            # Who does not like the key hangs up at once.
+            return MUTE if time.monotonic() - of.connected_s > HANDSHAKE_S / 2 else self._hung_up
+        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return "one side has a cluster key, the other was started with --insecure"
+        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return "its cluster key is not this one's"
+        return _WRONG_KEY
 
 
 class Watched:
@@ -183,6 +199,7 @@ class Watched:
         is_up: of a socket that connects: its handshake succeeded.
         connected_s: of a socket that connects: since when it has been, whatever became of the handshake.
         peers: accepted connections' file descriptors, and who is behind them.
+        said: of a socket that connects: the failure that was logged.
         failure: of a handshake, until the end of its connection, which follows at once and says who it was.
     """
 
@@ -193,6 +210,7 @@ class Watched:
         self.connected_s: float | None = None
         self.peers: dict[int, str] = {}
         self.failure: str | None = None
+        self.said: str | None = None
 
 
 def _peer_of(fd: int) -> str:
@@ -201,16 +219,3 @@ def _peer_of(fd: int) -> str:
         host, port = connection.getpeername()[:2]
         return f"{host} port {port}"
     return "a peer that left at once"
-
-
-def _why(event: int, value: int, of: Watched) -> str:
-    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-        if of.connected_s is None:
-            return _LEFT_EARLY
-        # Who does not like the key hangs up at once.
-        return MUTE if time.monotonic() - of.connected_s > HANDSHAKE_S / 2 else _WRONG_KEY
-    if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-        return "one side has a cluster key, the other was started with --insecure"
-    if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-        return "its cluster key is not this one's"
-    return _WRONG_KEY
