@@ -60,7 +60,8 @@ def test_a_machine_without_the_model_answers_as_one_that_has_it_and_keeps_what_i
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     node = several.join(1, "--model-source", "peer", "--model", "/no/such/model")
     head.wait_until_ready()
-    assert _answer(several, head) == _answer_of_one_process(several.model)
+    expected = _answer_of_one_process(several.model)
+    assert _answer(several, head) == expected
     original = open_checkpoint(several.model)
     all_bytes = sum(entry.num_bytes for entry in original.tensors.values())
     came, needed = _received(node, 0)
@@ -74,14 +75,15 @@ def test_a_machine_without_the_model_answers_as_one_that_has_it_and_keeps_what_i
     again = several.join(1, "--model-source", "peer")
     head.wait_for_line("the pipeline is complete again", seen)
     assert _received(again, 0) == (0, needed)
-    assert _answer(several, head) == _answer_of_one_process(several.model)
+    assert _answer(several, head) == expected
 
 
-def test_a_cache_that_cannot_be_written_is_told_before_joining(
+def test_a_cache_that_cannot_be_written_and_a_head_without_the_model_are_told_at_once(
     several: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    node = several.join(1, "--model-source", "peer")
+    node, head = several.join(1, "--model-source", "peer"), several.serve(2, "--nnodes", "2", "--model-source", "peer")
+    assert head.finish() == 2 and "the head has to have the model itself" in head.lines[-1]
     assert node.finish() == 2
     assert "cannot be used: Not a directory" in node.lines[-1] and "XDG_CACHE_HOME" in node.lines[-1]

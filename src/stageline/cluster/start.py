@@ -27,14 +27,14 @@ def check_head(
     engine: EngineConfig, cluster: ClusterConfig, access: LinkAccess, api_port: int | None = None
 ) -> None:
     """Refuse what the head could not listen on, or run. Raises: ConfigError."""
-    if not cluster.is_spread:
-        return
-    assert cluster.master_addr is not None
     if cluster.model_source != "local":
         raise ConfigError(
             f"--model-source is {cluster.model_source}, but the head has to have the model itself; give it to the "
             "other machines, which then get it from here"
         )
+    if not cluster.is_spread:
+        return
+    assert cluster.master_addr is not None
     if engine.distributed_executor_backend == "in_process":
         raise ConfigError(
             "--distributed-executor-backend in_process runs all stages in one process; leave it out to use several "
