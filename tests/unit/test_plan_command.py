@@ -25,7 +25,7 @@ def test_a_plan_names_the_best_layout_its_stages_advice_and_commands(
         "s0 limits the KV cache",
         "- replicas: two replicas beat this pipeline",
         "# NODE1, layers 0 to 79, replica 1\nstageline serve meta-llama/Llama-3.1-70B -tp 8 -pp 1",
-        "-tp above 1 is planned here, but not run by this version of the engine",
+        "-tp above 1 is run within one machine, and has not been measured on GPUs",
     ):
         assert part in out
     assert yaml.read_text().startswith("model: meta-llama/Llama-3.1-70B\n")

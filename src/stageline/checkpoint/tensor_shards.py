@@ -1,4 +1,4 @@
-"""How the ranks of a stage share a model: what each rank's own part of it looks like, and which part of a tensor that is.
+"""How the ranks of a stage share a model: what a rank's own part of it looks like, and which part of a tensor that is.
 
 One idea: a rank runs a smaller model with the same hidden size: fewer heads, narrower MLPs and experts, a part of the
 vocabulary. What its sublayers give is added up over the ranks. So a family is built from the smaller model's spec, asks

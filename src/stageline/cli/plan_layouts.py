@@ -84,7 +84,7 @@ def _check_length(model: KnownModel, config: PlanConfig) -> None:
 def _note(result: SearchResult) -> str:
     if result.best.layout.tensor_parallel_size == 1:
         return ""
-    return "# -tp above 1 is planned here, but not run by this version of the engine; plan with -tp 1 for what is\n"
+    return "# -tp above 1 is run within one machine, and has not been measured on GPUs; with -tp 1 nothing is shared\n"
 
 
 def _write_files(

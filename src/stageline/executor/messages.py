@@ -63,8 +63,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         rank, num_ranks: which of the processes that share this stage's layers it is, and how many these are.
         ranks_fd: an inherited file whose memory they share; -1 for none.
         device_index: which of the host's GPUs it takes; -1 for the stage's number.
-        more_output_addresses, more_token_output_addresses: of the receiving stage's other ranks. Only the first rank of
-            a stage sends.
+        more_input_addresses: where it listens for the parts of activations that the other ranks of the stage before
+            send; the first rank's comes to `input_address`.
+        more_output_addresses, more_token_output_addresses: of the receiving stage's other ranks. Each rank sends its
+            part of the activations to all of them, tokens only the first.
         input_dtype, output_dtype: how hidden states come in and go out: auto, int8 or fp8; neighbours agree.
         token_input_address: where the first stage gets sampled tokens from the last; None on others, for a single
             stage, and without look-ahead.
@@ -102,6 +104,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_ranks: int = 1
     ranks_fd: int = -1
     device_index: int = -1
+    more_input_addresses: list[str] = []
     more_output_addresses: list[str] = []
     more_token_output_addresses: list[str] = []
     caller_name: str = ""

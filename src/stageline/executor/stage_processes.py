@@ -55,7 +55,7 @@ class StageProcesses:
         self._num_stages = num_stages = len(ranks.sizes)
         self._remote = remote
         self._num_local = num_stages if remote is None else remote.num_local
-        self.folder = make_ipc_folder(f"s{num_stages}.r{max(ranks.sizes)}.control")
+        self.folder = make_ipc_folder(f"s{num_stages}.r{max(ranks.sizes)}.input{max(ranks.sizes)}")
         self.links = Links()
         self.workers: list[WorkerProcess] = []
 
@@ -92,9 +92,9 @@ class StageProcesses:
 
     def _config_of(self, stage: StageLayers, place: StageRank, asked: StageAsked) -> WorkerConfig:
         index, prefix, config = stage.stage_index, self._ipc(place), asked.config
-        sends = place.rank == 0
-        outputs = [] if stage.is_last or not sends else self._inputs_of(index + 1)
-        token_outputs = self._token_addresses(config) if stage.is_last and sends else []
+        outputs = [] if stage.is_last else [inputs[place.rank] for inputs in self._inputs_of(index + 1)]
+        inputs = [] if stage.is_first else self._inputs_of(index)[place.rank]
+        token_outputs = self._token_addresses(config) if stage.is_last and place.rank == 0 else []
         token_inputs = self._token_addresses(config) if stage.is_first else []
         if self._num_stages == 1:
             # The first rank of a single stage has its own tokens.
@@ -120,7 +120,8 @@ class StageProcesses:
             engine_address=self._engine_address if is_local else "",
             control_address=f"{prefix}.control" if is_local else "",
             ping_address=f"{prefix}.ping" if is_local else "",
-            input_address=None if stage.is_first else self._inputs_of(index)[place.rank],
+            input_address=inputs[0] if inputs else None,
+            more_input_addresses=inputs[1:],
             output_address=outputs[0] if outputs else None,
             more_output_addresses=outputs[1:],
             rank=place.rank,
@@ -145,11 +146,13 @@ class StageProcesses:
         rank = f".r{place.rank}" if place.rank else ""
         return f"ipc://{self.folder}/s{place.stage_index}{rank}"
 
-    def _inputs_of(self, stage_index: int) -> list[str]:
-        """Where each rank of a stage gets its activations."""
+    def _inputs_of(self, stage_index: int) -> list[list[str]]:
+        """Where each rank of a stage gets what each rank of the stage before sends."""
         if self._remote is not None and stage_index >= self._num_local:
-            return [self._remote.input_of(stage_index)]
-        return [f"{self._ipc(self._ranks.all[process])}.input" for process in self._ranks.of_stage(stage_index)]
+            return [[self._remote.input_of(stage_index)]]
+        senders = range(self._ranks.sizes[stage_index - 1])
+        places = [self._ranks.all[process] for process in self._ranks.of_stage(stage_index)]
+        return [[f"{self._ipc(place)}.input{sender or ''}" for sender in senders] for place in places]
 
     def _sent_as(self, config: EngineConfig, receiver: int) -> str:
         """How the hidden states for a stage travel: only between machines is it worth making them smaller."""

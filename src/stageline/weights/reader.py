@@ -207,7 +207,8 @@ class CheckpointReader:
     def _read_into(self, entry: TensorEntry, begin: int, data: torch.Tensor) -> None:
         """Fill `data`, uint8, from the tensor's bytes beginning at `begin`."""
         if not entry.run_bytes:
-            return self._read_bytes(entry, entry.offset_bytes + begin, data)
+            self._read_bytes(entry, entry.offset_bytes + begin, data)
+            return
         while data.numel():
             row, within = divmod(begin, entry.run_bytes)
             part = data[: entry.run_bytes - within]

@@ -48,6 +48,7 @@ from stageline.timeline.recorder import Recorder
 from stageline.timeline.span import Span, SpanKind
 from stageline.timeline.stage_counters import StageAccount, StageState
 from stageline.worker.activation_codec import ActivationCodec
+from stageline.worker.activation_slices import joined, slice_of
 from stageline.worker.broken_links import neighbour_at
 from stageline.worker.build import build_stage, change_layers
 from stageline.worker.measure import ItemTimer, calibrate
@@ -223,6 +224,7 @@ class Worker:
     def _open_neighbours(self) -> None:
         """Receive before sending: the input socket is bound before the engine hears that this stage is ready."""
         self._input = self._token_input = None
+        self._more_inputs: list[zmq.Socket[bytes]] = []
         self._outputs: list[zmq.Socket[bytes]] = []
         self._token_outputs: list[zmq.Socket[bytes]] = []
         sizes = (self._stage.hidden_size, self._stage.dtype)
@@ -232,6 +234,9 @@ class Worker:
             most_bytes = self._input_codec.num_bytes(self._config.max_num_batched_tokens)
             self._input = self._links.receiver(self._config.input_address, most_bytes)
             self._input_poller.register(self._input, zmq.POLLIN)
+            self._more_inputs = [
+                self._links.receiver(address, most_bytes) for address in self._config.more_input_addresses
+            ]
         if self._config.output_address is not None:
             addresses = [self._config.output_address, *self._config.more_output_addresses]
             self._outputs = [self._links.sender(address) for address in addresses]
@@ -426,12 +431,16 @@ class Worker:
         assert self._input is not None
         frames = [frame.buffer for frame in self._input.recv_multipart(copy=False)]
         microbatch = prepared.microbatch
-        body = check_activation(
-            frames,
-            microbatch.epoch,
-            microbatch.number,
-            self._num_received,
-            self._input_codec.num_bytes(microbatch.num_tokens),
+        # The other senders are as far as the first: each waits for all in every layer.
+        others = [[frame.buffer for frame in source.recv_multipart(copy=False)] for source in self._more_inputs]
+        num_bytes, count = self._input_codec.num_bytes(microbatch.num_tokens), 1 + len(others)
+        runs = [slice_of(num_bytes, index, count) for index in range(count)]
+        place = microbatch.epoch, microbatch.number, self._num_received
+        body = joined(
+            [
+                check_activation(part, *place, run.stop - run.start)
+                for part, run in zip((frames, *others), runs, strict=True)
+            ]
         )
         self._num_received += 1
         self._computing_s, self._slowest_s = stage_times(frames[0])
@@ -452,6 +461,7 @@ class Worker:
                 microbatch.epoch, microbatch.number, self._num_sent, self._computing_s, self._slowest_s, start_s
             )
             body = self._output_codec.encode(output)
+            body = body[slice_of(body.nbytes, self._config.rank, self._config.num_ranks)]
             # Counted first: when the engine has the result, every stage's totals hold the microbatch.
             self._account.sent(body.nbytes)
             for socket in self._outputs:
