@@ -86,7 +86,7 @@ class Place:
 
     def copy(self, server: WeightServer, digest: str) -> ModelCopy:
         """As a process does that was just started."""
-        copy = ModelCopy(WeightSource(str(server.address), digest, str(self.cache)), self.links())
+        copy = ModelCopy(WeightSource(str(server.address), digest, str(self.cache)), KEY)
         self._stack.callback(copy.close)
         return copy
 

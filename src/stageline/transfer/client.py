@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from stageline.checkpoint.digest import model_digest
 from stageline.checkpoint.open import open_checkpoint
 from stageline.errors import CheckpointError, FrameError
 from stageline.links.frames import MessageDecoder, encode_message
+from stageline.links.keys import LinkSecurity
 from stageline.links.sockets import Links, Socket
 from stageline.links.tcp_address import TcpAddress
 from stageline.transfer.copy_files import CopyFiles
@@ -50,15 +52,18 @@ class _Asked:
 
 
 class ModelCopy:
-    """Args:
-    links: for a connection of its own.
+    """It is connected only while something comes: that link may break, and is taken up again, as no other one.
+
+    Args:
+        security: how the link is protected.
     Attributes:
         num_received_bytes: of weights and fronts, over the link; what was here is not among them.
     """
 
-    def __init__(self, source: WeightSource, links: Links) -> None:
+    def __init__(self, source: WeightSource, security: LinkSecurity | None) -> None:
         self._source = source
-        self._socket: Socket = links.caller(TcpAddress.parse(source.address).url, _MAX_ANSWER_BYTES)
+        self._security = security
+        self._connection: Socket | None = None
         self._decoder: MessageDecoder[Answer] = MessageDecoder(Answer)
         self._files: CopyFiles | None = None
         self._checkpoint: Checkpoint | None = None
@@ -71,13 +76,29 @@ class ModelCopy:
         Raises: CheckpointError if the other machine does not answer, has another model, or there is no room here.
         """
         if self._checkpoint is None:
-            about = self._ask_model()
-            self._check_digest(about.model_digest)
-            self._files = CopyFiles(Path(self._source.cache), about)
-            self._fetch(dict(enumerate(about.fronts)), None)
+            with self._connected():
+                about = self._ask_model()
+                self._check_digest(about.model_digest)
+                self._files = CopyFiles(Path(self._source.cache), about)
+                self._fetch(dict(enumerate(about.fronts)), None)
             self._files.finish()
             self._checkpoint = self._opened(about)
         return self._checkpoint
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        links = Links(self._security)
+        try:
+            self._connection = links.caller(TcpAddress.parse(self._source.address).url, _MAX_ANSWER_BYTES)
+            yield
+        finally:
+            self._connection = None
+            links.close()
+
+    @property
+    def _socket(self) -> Socket:
+        assert self._connection is not None
+        return self._connection
 
     def _opened(self, about: AboutModel) -> Checkpoint:
         assert self._files is not None
@@ -101,7 +122,8 @@ class ModelCopy:
         assert self._table is not None
         table, began_s, before = self._table, time.monotonic(), self.num_received_bytes
         runs = {number: table.tensors[number - len(table.fronts)] for number in table.runs_of(names)}
-        self._fetch(runs, on_bytes)
+        with self._connected():
+            self._fetch(runs, on_bytes)
         logger.info(
             "weights from %s: %s of %s bytes came over the link, in %.1f s; the rest was here", self._source.address,
             f"{self.num_received_bytes - before:,}", f"{sum(run.num_bytes for run in runs.values()):,}",
@@ -111,7 +133,6 @@ class ModelCopy:
     def close(self) -> None:
         if self._files is not None:
             self._files.close()
-        self._socket.close(linger=0)
 
     # ---- questions and answers ----
 

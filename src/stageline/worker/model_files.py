@@ -16,7 +16,6 @@ from stageline.checkpoint.stage_tensors import stage_tensor_names
 from stageline.errors import CheckpointError
 from stageline.executor.messages import Loading, WorkerConfig
 from stageline.links.frames import encode_message
-from stageline.links.sockets import Links
 from stageline.transfer.client import ModelCopy
 
 logger = logging.getLogger(__name__)
@@ -25,10 +24,10 @@ logger = logging.getLogger(__name__)
 class ModelFiles:
     """Args: engine: hears of progress while weights come from another machine."""
 
-    def __init__(self, config: WorkerConfig, links: Links, engine: zmq.Socket[bytes]) -> None:
+    def __init__(self, config: WorkerConfig, engine: zmq.Socket[bytes]) -> None:
         self._config = config
         self._engine = engine
-        self._copy = None if config.weights is None else ModelCopy(config.weights, links)
+        self._copy = None if config.weights is None else ModelCopy(config.weights, config.access.security())
 
     def open(self) -> Checkpoint:
         """Raises: CheckpointError."""

@@ -94,7 +94,7 @@ class Worker:
         self._links = links
         self._control = control
         self._engine = engine
-        self._files = ModelFiles(config, links, engine)
+        self._files = ModelFiles(config, engine)
         self._clock = MonotonicClock()
         self._recorder = recorder or Recorder()
         self._account = account or StageAccount(config.stage_index)
