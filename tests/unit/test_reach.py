@@ -65,6 +65,18 @@ def test_a_head_that_stands_still_is_no_matter_of_the_key(listening: TcpAddress)
             still.look(is_last_look=True)
 
 
+def test_another_program_that_listens_there_ends_it(listening: TcpAddress, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("stageline.cluster.reach.time.monotonic", lambda: now_s)
+    new, old = reach(listening, MUTE), reach(listening, MUTE, is_patient=True)
+    for one in (new, old):
+        one.look(is_last_look=False)
+    now_s += 10.0
+    with pytest.raises(HandshakeError, match="step `connection`.*another program"):
+        new.look(is_last_look=False)
+    old.look(is_last_look=False)
+
+
 @pytest.mark.parametrize("trouble", [NOBODY, None], ids=["told", "not told yet"])
 def test_what_is_waited_for_is_said_with_the_end_of_it_and_not_again_and_again(
     nobody: TcpAddress, trouble: str | None, caplog: pytest.LogCaptureFixture

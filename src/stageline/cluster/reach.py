@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 _CONNECT_S = 2.0
 _REFUSALS_UNTIL_SURE = 2
 _REPEAT_S = 60.0
+_MUTE_S = 8.0
+"""A head answers handshakes however busy it is; who goes on saying nothing for so long is another program."""
+
 _MUTE_LOOKS = 2
 """A connection that is just coming about looks like one that nobody answers."""
 
@@ -40,6 +43,7 @@ class Reach:
         self._said = ""
         self._repeat_s = 0.0
         self._mute: str | None = None
+        self._mute_since_s: float | None = None
         self._why: str = NOBODY
         self.is_heard = False
         """The head has answered: whatever takes long now is not the way to it."""
@@ -54,7 +58,7 @@ class Reach:
         step, reason = "head", "it has not let this node in; its log says what it waits for"
         if not self.is_heard:
             step, reason = self._find_out(is_first_look=not self._said, is_last_look=is_last_look)
-        if is_last_look or (self._num_refusals >= _REFUSALS_UNTIL_SURE and not self._is_patient):
+        if is_last_look or (self._is_hopeless() and not self._is_patient):
             raise HandshakeError(step, reason)
         is_old = reason == self._said and time.monotonic() < self._repeat_s
         is_sure = self._num_mute not in range(1, _MUTE_LOOKS) and (self._is_patient or not self._num_refusals)
@@ -62,6 +66,10 @@ class Reach:
             self._said, self._repeat_s = reason, time.monotonic() + _REPEAT_S
             how_long = "" if math.isinf(left_s) else f" for {left_s:.0f} s (--join-timeout)"
             logger.info("not joined yet, step `%s`: %s; trying on%s", step, reason, how_long)
+
+    def _is_hopeless(self) -> bool:
+        is_mute = self._mute_since_s is not None and time.monotonic() - self._mute_since_s >= _MUTE_S
+        return is_mute or self._num_refusals >= _REFUSALS_UNTIL_SURE
 
     def _find_out(self, is_first_look: bool, is_last_look: bool) -> tuple[str, str]:
         trouble = self._links.trouble(self._head.url)
@@ -74,6 +82,7 @@ class Reach:
         if trouble in (None, BROKEN, MUTE):
             self._num_refusals = 0
             self._num_mute += 1
+            self._mute_since_s = (self._mute_since_s or time.monotonic()) if trouble == MUTE else None
             if trouble is None and (is_last_look or self._num_mute == _MUTE_LOOKS):
                 self._mute = self._unreachable()
             if trouble is None and self._mute is not None:
