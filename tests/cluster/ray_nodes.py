@@ -20,11 +20,11 @@ from tests.cluster.network import Network
 from tests.pipeline.failing import wait_for_end
 
 GCS_PORT = 6400
-_SOONER = {
+_ENVIRON = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "2",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
     "RAY_health_check_initial_delay_ms": "0",
 }
 
@@ -42,19 +42,20 @@ class RayNodes:
         """Of the cluster: what RAY_ADDRESS has to be."""
         return f"{self._network.address(0)}:{GCS_PORT}"
 
-    def start(self, machine: int) -> None:
-        """A raylet with one CPU; on machine 0 the cluster begins."""
+    def start(self, machine: int, num_devices: int) -> None:
+        """A raylet with so many CPUs, and what it takes for GPUs; on machine 0 the cluster begins."""
         where = ["--head", "--port", str(GCS_PORT), "--temp-dir", self._folder, "--include-dashboard=false"]
         where = where if machine == 0 else ["--address", self.address]
-        words = ["start", "--block", *where, "--node-ip-address", self._network.address(machine), "--num-cpus", "1"]
-        words += ["--object-store-memory", str(80 * 2**20), "--disable-usage-stats"]
+        words = ["start", "--block", *where, "--node-ip-address", self._network.address(machine)]
+        words += ["--num-cpus", str(num_devices), "--num-gpus", str(num_devices), "--disable-usage-stats"]
+        words += ["--object-store-memory", str(80 * 2**20)]
         with self._network.inside(machine):
             process = self._nodes[machine] = subprocess.Popen(
                 [sys.executable, "-u", "-c", "from ray.scripts.scripts import main; main()", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **_SOONER},
+                env={**os.environ, **_ENVIRON},
                 text=True,
             )
         assert process.stdout is not None
@@ -94,11 +95,9 @@ class RayNodes:
 
 
 @contextmanager
-def ray_nodes(network: Network, num_machines: int) -> Iterator[RayNodes]:
+def ray_nodes(network: Network) -> Iterator[RayNodes]:
     made = RayNodes(network, tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     try:
-        for machine in range(num_machines):
-            made.start(machine)
         yield made
     finally:
         made.close()

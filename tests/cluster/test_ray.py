@@ -13,22 +13,29 @@ import httpx
 import psutil
 import pytest
 
+from stageline.cluster.ray_fleet import RayFleet
+from stageline.config.cluster_config import ClusterConfig
+from stageline.config.engine_config import EngineConfig
+from stageline.executor.messages import LinkAccess
 from tests.cluster.network import Network
 from tests.cluster.ray_nodes import RayNodes, ray_nodes
 from tests.server.served import Served
+from tests.tiny_models import TinyModel
 
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed (the extra `ray`)"),
 ]
 
 WRONG_START_S = 20.0
-FLAGS = ["--distributed-executor-backend", "ray", "--master-port", "29800", "--heartbeat-timeout-s", "2"]
+FLAGS = ["--distributed-executor-backend", "ray", "--master-port", "29800"]
 
 
 @pytest.fixture(scope="module")
 def ray(network: Network) -> Iterator[RayNodes]:
-    with ray_nodes(network, 2) as nodes:
+    with ray_nodes(network) as nodes:
+        for machine, num_devices in enumerate((1, 2, 2)):
+            nodes.start(machine, num_devices)
         yield nodes
 
 
@@ -77,18 +84,17 @@ def test_a_pipeline_on_ray_answers_as_one_process_does_and_a_lost_machine_is_rep
     with LLM(tiny_model, distributed_executor_backend="in_process", **settings) as alone:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         expected = alone.generate("Hello", params)[0].outputs[0].text
-    with served(network, ray, tiny_model, tmp_path, "-pp", "2") as server:
+    with served(network, ray, tiny_model, tmp_path, "-pp", "3") as server:
         server.wait_until_ready()
-        where = f"1 here, 1 on {network.address(1)}"
-        assert re.search(f"Ray has room for the stages: {where}", server.log)
+        where = server.wait_for_line(r"Ray has room for the stages: 1 here, 2 on (\S+)")[1]
+        machine, other = (1, 2) if where == network.address(1) else (2, 1)
         assert _complete(network, server) == expected
-        assert len(_stages_of(server.process.pid)) == 1
+        assert len(_stages_of(server.process.pid)) == 2
         seen = len(server.lines)
-        ray.kill(1)
+        ray.kill(machine)
         server.wait_for_line(r"was lost: .*the pipeline is started again", seen)
-        ray.start(2)
         server.wait_for_line("the pipeline is complete again", seen)
-        assert network.address(2) in server.log
+        server.wait_for_line(rf"node 1 \(\S+, {network.address(other)}:\d+\) joined", seen)
         assert _complete(network, server) == expected
         stages = _stages_of(server.process.pid)
         server.process.terminate()
@@ -97,19 +103,32 @@ def test_a_pipeline_on_ray_answers_as_one_process_does_and_a_lost_machine_is_rep
         assert not any(psutil.pid_exists(pid) and _words(psutil.Process(pid)) for pid in stages)
 
 
+def test_with_gpus_each_stage_has_one_that_ray_keeps_for_it(
+    network: Network, ray: RayNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", ray.address)
+    engine = EngineConfig(model="m", pipeline_parallel_size=3, device="cuda")
+    with network.inside(0):
+        fleet = RayFleet(engine, ClusterConfig(join_timeout_s=WRONG_START_S), LinkAccess())
+    fleet.close()
+    assert fleet.own_gpus == ["0"]
+    assert (fleet.cluster.stages, fleet.cluster.nnodes) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("", r"--pipeline-parallel-size 3 needs 3 times 1 CPU, and Ray has room for 2\. Ray has 2 nodes"),
+        ("", r"--pipeline-parallel-size 6 needs 6 times 1 CPU, and Ray has room for [35]\. Ray has [23] nodes"),
         ("10.77.0.1:9", r"no Ray cluster can be reached: RAY_ADDRESS is 10\.77\.0\.1:9: Connection refused\. Start"),
     ],
     ids=["no room", "no Ray"],
 )
 def test_a_wrong_start_is_told_in_time_in_one_line(
-    network: Network, ray: RayNodes, tiny_model: str, tmp_path: Path, address: str, words: str
+    network: Network, ray: RayNodes, tmp_path: Path, address: str, words: str
 ) -> None:
+    model = str(TinyModel(num_layers=6).write(tmp_path / "model"))
     began_s = time.monotonic()
-    with served(network, ray, tiny_model, tmp_path, "-pp", "3", address=address) as server:
+    with served(network, ray, model, tmp_path, "-pp", "6", address=address) as server:
         assert server.finish() == 2
         assert re.search(words, server.lines[-1]), server.log
     assert time.monotonic() - began_s < WRONG_START_S
