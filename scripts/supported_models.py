@@ -13,13 +13,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "supported_models.md"
-TEST_FILES = ("tests/model/test_families.py", "tests/model/test_expert_families.py")
+TEST_FILES = (
+    "tests/model/test_families.py",
+    "tests/model/test_expert_families.py",
+    "tests/model/test_tensor_parallel.py",
+)
 # What a column says, and the test that shows it for a family.
 COLUMNS = {
     "logits, 1–3 stages, chunks": "test_logits_equal_transformers_at_every_depth",
     "shared prefix": "test_a_shared_prefix_gives_the_same_logits",
     "without kernels": "test_without_kernels_torch_gives_the_same_logits",
     "one program": "test_blocks_are_recorded_as_one_program",
+    "shared by ranks": "test_logits_are_those_of_one_rank",
 }
 SHOWN, NOT_SHOWN = "✓", "–"
 
@@ -34,6 +39,8 @@ than a ten-thousandth of the largest, and the likeliest token is the same.
 - **shared prefix**: a request that begins with another's blocks.
 - **without kernels**: torch computes everything.
 - **one program**: in bfloat16, a stage's layers run as one call into the compiled kernels.
+- **shared by ranks**: the logits of one rank, with two for each of one or two stages, and with two, one and one for
+  three.
 
 """
 

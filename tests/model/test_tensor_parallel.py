@@ -81,7 +81,7 @@ def test_shared_blocks_are_recorded_as_one_program(family: str, checkpoint: Call
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_sum_is_the_same_on_every_rank_whatever_its_size(dtype: torch.dtype) -> None:
-    sizes = [(1, 1), (3, 17), (64, 72), (700, 1000)]  # the last one takes several steps
+    sizes = [(1, 1), (3, 17), (64, 72), (1500, 1000)]  # the last one takes several steps
 
     def work(ranks: TensorParallel) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(ranks.rank)
@@ -98,7 +98,7 @@ def test_what_ranks_tell_one_another_arrives_in_order() -> None:
     def work(ranks: TensorParallel) -> list[int]:
         heard = []
         for number in range(200):
-            told = torch.full((300_000 if number == 7 else 3,), number if ranks.rank == 0 else -1)
+            told = torch.full((700_000 if number == 7 else 3,), number if ranks.rank == 0 else -1)
             ranks.broadcast(told)  # the first rank may be ahead of the others
             heard.append(int(told[-1]))
             if number % 50 == 0:

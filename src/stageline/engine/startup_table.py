@@ -29,7 +29,16 @@ def format_startup_table(partition: Sequence[StageLayers], reports: Sequence[Sta
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([f"pipeline of {count_stages(len(partition))}, {reports[0].dtype}", *lines, _kv_line(plan)])
+    ranks = _count_ranks([report.num_ranks for report in reports])
+    return "\n".join([f"pipeline of {count_stages(len(partition))}{ranks}, {reports[0].dtype}", *lines, _kv_line(plan)])
+
+
+def _count_ranks(sizes: Sequence[int]) -> str:
+    if max(sizes) == 1:
+        return ""
+    if len(set(sizes)) == 1:
+        return f" of {sizes[0]} ranks" + (" each" if len(sizes) > 1 else "")
+    return f" of {', '.join(map(str, sizes))} ranks"
 
 
 def _kv_per_token(kv: StageKV) -> str:

@@ -191,6 +191,8 @@ class StageLoaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
         free_bytes: memory free for the KV cache in its memory pool after loading.
         memory_pool: stages with the same name share that memory.
         dtype: the compute dtype it settled on.
+        rank: who says it.
+        num_ranks: for how many ranks it speaks, all of a stage once they are heard.
     """
 
     stage_index: int
@@ -199,6 +201,7 @@ class StageLoaded(msgspec.Struct, frozen=True, array_like=True, tag="loaded"):
     memory_pool: str
     dtype: str
     rank: int = 0
+    num_ranks: int = 1
 
 
 class Allocated(msgspec.Struct, frozen=True, array_like=True, tag="allocated"):

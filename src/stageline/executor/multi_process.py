@@ -438,4 +438,5 @@ def together(reports: Sequence[StageLoaded]) -> StageLoaded:
         weight_bytes=sum(report.weight_bytes for report in reports),
         free_bytes=free_bytes if is_shared else free_bytes * len(reports),
         memory_pool=pools[0] if is_shared else " + ".join(pools),
+        num_ranks=len(reports),
     )

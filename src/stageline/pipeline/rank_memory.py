@@ -6,7 +6,7 @@ Each rank has a line of its own and two slots, for steps in turn; see kernels/so
 from __future__ import annotations
 
 LINE_BYTES = 128
-SLOT_BYTES = 2**19
+SLOT_BYTES = 2**22
 """Of one rank in one step; what is larger takes several."""
 
 
