@@ -80,9 +80,10 @@ def test_a_port_that_is_in_use_is_refused_and_a_range_is_searched_for_a_free_one
         engine = EngineConfig(model="m", pipeline_parallel_size=2)
         with pytest.raises(ConfigError, match=f"--port and --master-port are both {port}: .*give two"):
             check_head(engine, cluster, LinkAccess(), api_port=port)
-        with pytest.raises(ConfigError, match=f"ports {port} to {port} of 127.0.0.1 are all in use.*--port-range"):
-            ranged = ClusterConfig(**HEAD, master_port=_free_port(), port_range=str(port)).check()
-            check_head(engine, ranged, LinkAccess(), api_port=port)
+        ranged = ClusterConfig(**HEAD, master_port=_free_port(), port_range=str(port)).check()
+        for api_port, words in ((None, f"ports {port} to {port} of 127.0.0.1 are all in use"), (port, "is --port")):
+            with pytest.raises(ConfigError, match=f"{words}.*range"):
+                check_head(engine, ranged, LinkAccess(), api_port=api_port)
     first = HeldPort("127.0.0.1", range(port, port + 1))
     # Held, and not listened on: another machine's agent passes it by, a stage's socket may have it.
     second = HeldPort("127.0.0.1", range(port, port + 50))

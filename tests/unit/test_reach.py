@@ -72,7 +72,7 @@ def test_another_program_that_listens_there_ends_it(listening: TcpAddress, monke
     for one in (new, old):
         one.look(is_last_look=False)
     now_s += 10.0
-    with pytest.raises(HandshakeError, match="step `connection`.*another program"):
+    with pytest.raises(HandshakeError, match=r"step `connection`.*another program"):
         new.look(is_last_look=False)
     old.look(is_last_look=False)
 

@@ -68,6 +68,8 @@ def check_head(
             f"--port-range {cluster.port_range} holds --master-port {cluster.master_port}, where other machines join; "
             "leave it out of the range"
         )
+    if list(cluster.ports) == [api_port]:
+        raise ConfigError(f"--port-range {cluster.port_range} is --port, which is for clients; give another range")
     own = resolve(cluster.node_address, "--node-address") if cluster.node_address else address.host
     HeldPort(own, cluster.ports).close()
     own_hosts(own, cluster.interface, is_only=cluster.node_address is not None)
