@@ -85,16 +85,23 @@ class Links:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         return self._bind(socket, address)
 
-    def caller(self, address: str, max_message_bytes: int = MAX_CONTROL_BYTES, identity: bytes = b"") -> Socket:
+    def caller(
+        self,
+        address: str,
+        max_message_bytes: int = MAX_CONTROL_BYTES,
+        identity: bytes = b"",
+        gets_large_messages: bool = False,
+    ) -> Socket:
         """Connects to a listener: a DEALER, for messages both ways.
 
         Args:
             identity: what the listener knows it by; empty lets ZeroMQ choose.
+            gets_large_messages: one may be under way for long, so a listener that stands still is not noticed here.
         """
         socket = self._new_socket(zmq.DEALER, max_message_bytes)
         if identity:
             socket.setsockopt(zmq.IDENTITY, identity)
-        return self._connect(socket, address)
+        return self._connect(socket, address, 0.0 if gets_large_messages else _SILENCE_S)
 
     def trouble(self, address: str) -> str | None:
         """Why there is no connection to a TCP address that was connected to; None if there is one, or none failed."""
@@ -123,9 +130,9 @@ class Links:
         self._sockets.append(socket)
         return socket
 
-    def _connect(self, socket: Socket, address: str) -> Socket:
+    def _connect(self, socket: Socket, address: str, silence_s: float = 0.0) -> Socket:
         if is_tcp(address):
-            self._prepare_tcp(socket, address).address = address
+            self._prepare_tcp(socket, address, silence_s).address = address
             if self._security is not None and (own := self._security.connecting) is not None:
                 assert self._security.listening is not None
                 socket.curve_serverkey = self._security.listening.public
@@ -151,11 +158,11 @@ class Links:
             watched.address = bound_address(socket)
         return socket
 
-    def _prepare_tcp(self, socket: Socket, address: str) -> Watched:
+    def _prepare_tcp(self, socket: Socket, address: str, silence_s: float = 0.0) -> Watched:
+        """Args: silence_s: after which a peer is taken for gone; 0 waits for what the system finds."""
         tcp = destination_of(address)
         check_is_protected(tcp, self._security)
         socket.setsockopt(zmq.IPV6, tcp.is_ipv6())
-        silence_s = _SILENCE_S if socket.type == zmq.DEALER else 0.0
         for option, duration_s in (*_TCP_TIMES_S.items(), (zmq.HEARTBEAT_TIMEOUT, silence_s)):
             socket.setsockopt(option, int(duration_s * 1000))
         if self._guard is None:

@@ -89,7 +89,8 @@ class ModelCopy:
     def _connected(self) -> Iterator[None]:
         links = Links(self._security)
         try:
-            self._connection = links.caller(TcpAddress.parse(self._source.address).url, _MAX_ANSWER_BYTES)
+            url = TcpAddress.parse(self._source.address).url
+            self._connection = links.caller(url, _MAX_ANSWER_BYTES, gets_large_messages=True)
             yield
         finally:
             self._connection = None

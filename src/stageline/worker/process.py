@@ -41,7 +41,9 @@ def main() -> int:
     broken = BrokenLinks(config, MonotonicClock())
     links = Links(config.access.security(), on_broken=broken.on_broken)
     if config.caller_name:
-        engine = links.caller(config.engine_address, identity=f"{config.caller_name}.control".encode())
+        name = f"{config.caller_name}.control".encode()
+        # Masks may be large; whether the head stands still is its node's business.
+        engine = links.caller(config.engine_address, identity=name, gets_large_messages=True)
     else:
         engine = links.sender(config.engine_address)
     try:
