@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from stageline.cluster.addresses import OwnAddress, candidate_pairs, own_addresses
 from stageline.cluster.messages import FindWay, WayFound
-from stageline.cluster.probe import choose_address
+from stageline.cluster.probe import Way, choose_address
 from stageline.cluster.probe_listener import ProbeListener
 from stageline.errors import ConfigError
 from stageline.links.keys import LinkSecurity
@@ -54,7 +54,8 @@ def find_way(hosts: Sequence[OwnAddress], asked: FindWay, security: LinkSecurity
         way, found = choose_address(pairs, security, asked.step_bytes)
     except ConfigError as error:
         return WayFound(asked.number, None, str(error))
-    return WayFound(asked.number, way.url, str(way) + (f", best of {len(found)} ways" if len(found) > 1 else ""))
+    num_ways = sum(isinstance(one, Way) for one in found)
+    return WayFound(asked.number, way.url, str(way) + (f", best of {num_ways} ways" if num_ways > 1 else ""))
 
 
 def leads_to(found: WayFound, addresses: Sequence[str]) -> bool:
