@@ -16,6 +16,7 @@ import pytest
 from stageline.cluster.ray_fleet import RayFleet
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
+from stageline.errors import ConfigError
 from stageline.executor.messages import LinkAccess
 from tests.cluster.network import Network
 from tests.cluster.ray_nodes import RayNodes, ray_nodes
@@ -103,14 +104,18 @@ def test_a_pipeline_on_ray_answers_as_one_process_does_and_a_lost_machine_is_rep
         assert not any(psutil.pid_exists(pid) and _words(psutil.Process(pid)) for pid in stages)
 
 
-def test_with_gpus_each_stage_has_one_that_ray_keeps_for_it(
+def test_with_gpus_each_stage_has_one_that_ray_keeps_for_it_and_for_nobody_else(
     network: Network, ray: RayNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray.address)
     engine = EngineConfig(model="m", pipeline_parallel_size=3, device="cuda")
     with network.inside(0):
         fleet = RayFleet(engine, ClusterConfig(join_timeout_s=WRONG_START_S), LinkAccess())
-    fleet.close()
+        try:
+            with pytest.raises(ConfigError, match=r"Ray has had no room for 3 times 1 CPU, 1 GPU for 1 s\. Ray has"):
+                RayFleet(engine, ClusterConfig(join_timeout_s=1.0), LinkAccess())
+        finally:
+            fleet.close()
     assert fleet.own_gpus == ["0"]
     assert (fleet.cluster.stages, fleet.cluster.nnodes) == (1, 2)
 
