@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
+from stageline.checkpoint.model_spec import MlaSpec, ModelSpec, RopeSpec
+from stageline.checkpoint.tensor_shards import rank_spec
 from stageline.engine.layout import free_bytes_per_stage
 from stageline.executor.messages import StageLoaded
+from stageline.executor.multi_process import together
 from stageline.kv.kv_plan import KVCacheMemory, parse_kv_cache_memory, plan_kv_cache
+from stageline.kv.kv_size import kv_bytes_by_kind
 
 GIB = 2**30
+SPEC = ModelSpec(
+    family="llama",
+    num_layers=2,
+    hidden_size=64,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=96,
+    vocab_size=101,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-6,
+    rope=RopeSpec(),
+    tie_word_embeddings=False,
+)
 
 
 def loaded(stage_index: int, free_bytes: int, pool: str = "cpu") -> StageLoaded:
@@ -42,3 +61,23 @@ def test_a_number_of_bytes_is_given_first_whatever_the_layers_need() -> None:
 def test_what_others_were_promised_is_not_there(asked: str) -> None:
     reports = [loaded(0, 6 * GIB), loaded(1, 6 * GIB)]
     assert min(free_bytes_per_stage(parse_kv_cache_memory(asked, 2), reports, [10, 10])) == 0
+
+
+def test_what_ranks_of_a_stage_found_is_told_as_one() -> None:
+    shared = together([loaded(0, 8 * GIB), replace(loaded(0, 7 * GIB), rank=1)])
+    assert (shared.weight_bytes, shared.free_bytes, shared.memory_pool, shared.num_ranks) == (2 * GIB, 7 * GIB, "cpu", 2)
+    apart = together([loaded(0, 8 * GIB, "cuda:0"), replace(loaded(0, 7 * GIB, "cuda:1"), rank=1)])
+    assert (apart.free_bytes, apart.memory_pool) == (14 * GIB, "cuda:0 + cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (SPEC, [1, 1, 2]),  # two KV heads
+        (replace(SPEC, mla=MlaSpec(q_lora_rank=None, kv_lora_rank=24, qk_nope_head_dim=14, qk_rope_head_dim=8,
+                                   v_head_dim=10)), [1, 2, 4]),
+    ],
+)  # fmt: skip
+def test_copies_of_keys_and_values_are_counted(spec: ModelSpec, expected: list[int]) -> None:
+    per_token = [size * kv_bytes_by_kind(rank_spec(spec, size), range(2), 4, None)[0] for size in (1, 2, 4)]
+    assert [num_bytes // per_token[0] for num_bytes in per_token] == expected

@@ -104,8 +104,9 @@ class EngineConfig:
 
     block_size: int = setting(16, "tokens per KV cache block", group="memory", metavar="TOKENS")
     kv_cache_memory: str = setting(
-        "0.3", "KV cache per stage: bytes (512MiB, 4GiB, 1000000000) or a fraction of the memory that is free after "
-        "loading (0.3; stages of one host share it); a list gives one value per stage", group="memory",
+        "0.3", "KV cache per stage, of all its ranks together: bytes (512MiB, 4GiB, 1000000000) or a fraction of the "
+        "memory that is free after loading (0.3; stages of one host share it); a list gives one value per stage",
+        group="memory",
         metavar="SIZE[,SIZE...]",
     )
     enable_prefix_caching: bool = setting(True, "reuse the KV cache of prompts that begin alike", group="memory")
