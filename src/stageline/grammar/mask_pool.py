@@ -7,6 +7,7 @@ keeps other beginners waiting, but no request that is on its way.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -84,6 +85,7 @@ class MaskPool:
         self._new: SimpleQueue[Guide | None] = SimpleQueue()
         self._under_way: SimpleQueue[Guide | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._is_over = False
 
     def compute(self, guide: Guide) -> None:
         """Let its next mask be computed; it is not to be touched until it comes back."""
@@ -100,24 +102,32 @@ class MaskPool:
         return guides
 
     def close(self) -> None:
-        """Let the threads end. One that is busy is not waited for long."""
+        """Let the threads end. One that is busy is not waited for long, unless the interpreter leaves."""
+        self._end_threads(_GOODBYE_S)
+
+    def _end_threads(self, patience_s: float | None = None) -> None:
+        self._is_over = True
         for _ in self._threads:
             self._new.put(None)
             self._under_way.put(None)
         for thread in self._threads:
-            thread.join(_GOODBYE_S)
-        self._threads = []
+            thread.join(patience_s)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if not self._threads:
+            atexit.unregister(self._end_threads)
 
     def _start_threads(self) -> None:
         num_threads = max(2, min(_MOST_THREADS, os.cpu_count() or 1))
         for queue in [self._new, *[self._under_way] * num_threads]:
-            # Daemons: whoever leaves need not wait for a mask that nobody wants any more.
+            # Daemons: whoever leaves need not wait for all the masks that nobody wants any more.
             self._threads.append(threading.Thread(target=self._work, args=(queue,), name="masks", daemon=True))
         for thread in self._threads:
             thread.start()
+        # But for those being computed: an interpreter that is torn down meanwhile crashes, or never ends.
+        atexit.register(self._end_threads)
 
     def _work(self, queue: SimpleQueue[Guide | None]) -> None:
-        while (guide := queue.get()) is not None:
+        while (guide := queue.get()) is not None and not self._is_over:
             try:
                 self._compute(guide)
             except RequestError as error:
