@@ -99,7 +99,8 @@ class MultiProcessExecutor:
         self._counters: dict[int, StageCounters] = {}
         self._is_counters_asked = False
         self._spans: dict[int, list[Span]] = {}
-        self._ranks = RankLayout(config.ranks_per_stage)
+        sizes = config.ranks_per_stage
+        self._ranks = RankLayout(sizes if len(sizes) == len(stages) else sizes * len(stages))
         self._offsets = ClockOffsets(len(stages))
         self._is_spans_asked = False
         self._watch = Watch(config.heartbeat_timeout_s, config.load_timeout_s, self._ranks.num_processes, clock.now_s())
