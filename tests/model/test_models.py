@@ -10,6 +10,7 @@ import torch
 
 from stageline.attention.select import select_backend
 from stageline.checkpoint import open_checkpoint
+from stageline.checkpoint.checkpoint import TensorEntry
 from stageline.errors import CheckpointError
 from stageline.models.decoder import DecoderStage
 from stageline.models.registry import family_names, load_family
@@ -93,9 +94,9 @@ def test_a_stage_reads_its_own_tensors_only(checkpoint_path: Callable[[str], Pat
     read: list[str] = []
 
     class NotingReader(CheckpointReader):
-        def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        def entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
             read.append(name)
-            return super().read(name, shape)
+            return super().entry(name, shape)
 
     with NotingReader(checkpoint, torch.float32, CPU) as reader:
         DecoderStage(checkpoint.spec, range(1, 3), reader, select_backend(CPU), 64)

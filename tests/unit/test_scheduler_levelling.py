@@ -116,8 +116,8 @@ def check_level(microbatches: list[Microbatch], num_stages: int) -> None:
     """As level as can be where whole requests are what is moved."""
     longest_row_s = COSTS.decode_s + COSTS.token_s + COSTS.context_token_s * (LONG + 300)
     times_s = [time_s(microbatch) for microbatch in microbatches]
-    # Each group may have half of a request too much, which the last then lacks.
-    assert max(times_s) - min(times_s) <= (num_stages / 2 + 1) * longest_row_s
+    # Each group may have half of a request too much, which the last then lacks; and prompts are not cut at its size.
+    assert max(times_s) - min(times_s) <= (num_stages / 2 + 1.5) * longest_row_s
 
 
 @settings(max_examples=6, deadline=None)
@@ -136,8 +136,9 @@ def test_groups_are_level_again_soon_after_requests_were_preempted(num_stages, s
         go_round(pipeline, 25)
         num_preempted = pipeline.scheduler.num_preemptions
         microbatches = go_round(pipeline, 4)
-        assert all(microbatch.num_tokens == microbatch.num_decode_rows for microbatch in microbatches)
-        if pipeline.scheduler.num_preemptions == num_preempted:
+        # One that had to make room may have come back meanwhile, with its prompt.
+        are_decodes = all(microbatch.num_tokens == microbatch.num_decode_rows for microbatch in microbatches)
+        if are_decodes and pipeline.scheduler.num_preemptions == num_preempted:
             check_level(microbatches, num_stages)
             num_checks += 1
     assert pipeline.scheduler.num_waiting > 0
