@@ -31,7 +31,7 @@ from tests.tiny_models import TinyModel, load_reference, reference_greedy
 
 NUM_STAGES = 3
 STAGES = range(NUM_STAGES)
-HEARTBEAT_S = 1.0
+HEARTBEAT_S = 3.0
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -110,7 +110,7 @@ def test_a_killed_stage_is_named_with_the_signal(llm: LLM, home: Path, stage_ind
 def test_a_frozen_stage_is_named_with_the_limit(llm: LLM, home: Path, stage_index: int) -> None:
     _stream, pids = under_way(llm)
     stop(pids[stage_index])
-    expect_loss(llm, home, pids, stage_index, "no sign of life", "--heartbeat-timeout-s 1")
+    expect_loss(llm, home, pids, stage_index, "no sign of life", f"--heartbeat-timeout-s {HEARTBEAT_S:g}")
 
 
 @pytest.mark.parametrize("stage_index", STAGES)
@@ -222,7 +222,7 @@ def test_files_that_change_after_the_engine_opened_them_are_the_operators_to_men
 
 
 def test_a_stage_that_only_computes_for_long_is_not_lost(tmp_path: Path, home: Path) -> None:
-    heartbeat_s, num_tokens = 0.5, 4000
+    heartbeat_s, num_tokens = 1.5, 4000
     TinyModel(
         num_layers=2, hidden_size=512, intermediate_size=8192, max_position_embeddings=num_tokens + 1
     ).write(tmp_path)

@@ -148,7 +148,7 @@ def test_a_stage_that_becomes_slow_while_serving_loses_layers(
             "rebalance": True,
             "rebalance_patience_s": 0.2,
             "rebalance_gain": 0.3,
-            "heartbeat_timeout_s": 2.0,
+            "heartbeat_timeout_s": 4.0,
         },
     )
 

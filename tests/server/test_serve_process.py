@@ -207,7 +207,7 @@ def test_everything_leaves_with_a_killed_supervisor(two_stages: Served) -> None:
 
 def test_an_engine_that_stands_still_keeps_nobody_waiting_and_may_go_on_later(model: str) -> None:
     with (
-        serving(model, "-pp", "2", "--heartbeat-timeout-s", "1") as server,
+        serving(model, "-pp", "2", "--heartbeat-timeout-s", "3") as server,
         ThreadPoolExecutor(1) as pool,
     ):
         server.wait_until_ready()
