@@ -70,7 +70,7 @@ def test_what_ray_decides_cannot_be_asked_for(
 
 def test_without_ray_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"needs Ray, which is not installed; type: pip install 'stageline\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"needs Ray, which is not installed; .*: pip install '\.\[ray\]'"):
         check_ray(EngineConfig(model="m"), ClusterConfig())
 
 

@@ -47,7 +47,7 @@ def check_ray(engine: EngineConfig, cluster: ClusterConfig) -> None:
     """Refuse what cannot work whatever Ray has. Raises: ConfigError."""
     flag = f"--distributed-executor-backend {BACKEND}"
     if importlib.util.find_spec("ray") is None:
-        raise ConfigError(f"{flag} needs Ray, which is not installed; type: pip install 'stageline[ray]'")
+        raise ConfigError(f"{flag} needs Ray, which is not installed; in Stageline's folder type: pip install '.[ray]'")
     for name in ("nnodes", "node_rank", "stages", "node_address"):
         if getattr(cluster, name) != getattr(ClusterConfig, name):
             raise ConfigError(f"{flag} lets Ray choose the machines; leave --{name.replace('_', '-')} out")

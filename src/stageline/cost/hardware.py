@@ -219,5 +219,5 @@ def _known(name: str, names: Iterable[str]) -> str:
     known = sorted(names)
     close = difflib.get_close_matches(name.lower(), known, n=4, cutoff=0.4)
     close += [other for other in known if name.lower() in other and other not in close]
-    shown = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
+    shown = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)};"
     return f"{shown} `stageline plan --list` shows all; a file of your own can describe others"

@@ -131,7 +131,7 @@ def _better_counts(times_s: Sequence[float], sampling_s: float, counts: Sequence
 
 def _on_concurrency(facts: RunFacts, split: LatencySplit) -> Advice | None:
     """Too few requests to keep every stage busy, and how many would."""
-    if facts.num_requests is None or facts.report.window_s <= 0:
+    if not facts.num_requests or facts.report.window_s <= 0:
         return None
     underfilled = fmean(stage.underfilled_s / stage.window_s for stage in facts.report.stages)
     if underfilled < _UNDERFILLED_FRACTION:
