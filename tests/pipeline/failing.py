@@ -44,17 +44,18 @@ def under_way(llm: LLM) -> tuple[Iterator[RequestOutput], list[int]]:
 def worker_pids(engine_pid: int | None = None) -> list[int]:
     """The stages' processes of an engine, in their order if it runs one pipeline."""
     engine = psutil.Process(engine_pid)
-    workers = [child for child in engine.children() if _is_stage(child, engine)]
+    workers = [child for child in engine.children() if _is_ours(child, engine)]
     return [child.pid for child in sorted(workers, key=lambda child: (child.create_time(), child.pid))]
 
 
-def _is_stage(child: psutil.Process, engine: psutil.Process) -> bool:
+def _is_ours(child: psutil.Process, engine: psutil.Process) -> bool:
     """A program that runs tests has other children too. The system may show no words of one that has just started."""
     try:
         words = child.cmdline()
     except psutil.ZombieProcess:
         return False
-    return words != engine.cmdline() and (not words or "stageline.worker" in words)
+    is_ours = any(word.startswith("stageline.") for word in words)
+    return words != engine.cmdline() and (not words or is_ours)
 
 
 def is_alive(pid: int) -> bool:

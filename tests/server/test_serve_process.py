@@ -174,6 +174,7 @@ def test_a_killed_stage_costs_open_requests_and_the_server_goes_on(two_stages: S
     assert status == 503 and int(headers["Retry-After"]) >= 1 and "was lost" in body["error"]["message"]
     assert server.get("/health")[0] == 503
     server.wait_for_line("the pipeline is complete again", num_lines)
+    wait_until(lambda: server.get("/health")[0] == 200)
     assert server.post(8)[0] == 200
     told = [line for line in server.lines[num_lines:] if "was lost" in line]
     assert len(told) == 1 and re.search(r"stage \d \(s\d\) was lost: its process \d+ was killed by SIGKILL", told[0])

@@ -263,7 +263,7 @@ def _reach() -> None:
 
         ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
     except ImportError as error:
-        raise ConfigError(f"Ray cannot be imported: {error}; in Stageline's folder type: pip install '.[ray]'") from None
+        raise ConfigError(f"Ray cannot be imported: {error}; in Stageline's folder: pip install '.[ray]'") from None
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise ConfigError(f"no Ray cluster can be reached from this machine: {why}. {_WAY_OUT}") from None
