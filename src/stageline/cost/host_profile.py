@@ -7,7 +7,6 @@ own shapes. Another model's layers are taken to cost in proportion to their weig
 from __future__ import annotations
 
 import hashlib
-import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from stageline.config import environment
 from stageline.cost.hardware import Device, MatmulRate
 from stageline.cost.model_costs import ModelCosts
-from stageline.cost.profile import describe_machine
+from stageline.cost.profile import describe_machine, load_kept, save_kept
 from stageline.cost.stage_time import MicrobatchShape
 from stageline.pipeline.microbatch import Microbatch
 from stageline.pipeline.partition import StageLayers
@@ -190,22 +189,13 @@ def host_key(device: str, dtype: str, quantization: str, threads_per_stage: int,
 
 def load_host_profile(key: HostKey) -> HostProfile | None:
     """The profile kept under this key; None if there is none, or the file there is not one."""
-    try:
-        profile = msgspec.json.decode(key.path.read_bytes(), type=HostProfile)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    return profile if profile.key == key else None
+    profile = load_kept(key.path, HostProfile)
+    return profile if profile is not None and profile.key == key else None
 
 
 def save_host_profile(profile: HostProfile) -> Path:
     """Keep a profile in place of any other of its key. Returns: the file. Raises: OSError."""
-    path = profile.key.path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside and moved: whoever reads meanwhile finds the old one or the new one, whole.
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
-    part.replace(path)
-    return path
+    return save_kept(profile.key.path, profile)
 
 
 def stage_times_of(

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ from stageline.pipeline.partition_by_cost import ItemCosts, StageRoom
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
+_Kept = TypeVar("_Kept", bound=msgspec.Struct)
 
 
 class ProfileKey(msgspec.Struct, frozen=True):
@@ -77,20 +79,29 @@ def profile_key(
 
 def load_profile(key: ProfileKey) -> Profile | None:
     """The profile kept under this key; None if there is none, or the file there is not one."""
-    try:
-        profile = msgspec.json.decode(key.path.read_bytes(), type=Profile)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    return profile if profile.key == key else None
+    profile = load_kept(key.path, Profile)
+    return profile if profile is not None and profile.key == key else None
 
 
 def save_profile(profile: Profile) -> Path:
     """Keep a profile in place of any other of its key. Returns: the file. Raises: OSError."""
-    path = profile.key.path
+    return save_kept(profile.key.path, profile)
+
+
+def load_kept(path: Path, kind: type[_Kept]) -> _Kept | None:
+    """What was measured and kept there; None if there is nothing, or something else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def save_kept(path: Path, measured: msgspec.Struct) -> Path:
+    """Keep what was measured, in place of what is there. Returns: the file. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Written beside and moved: whoever reads meanwhile finds the old one or the new one, whole.
     part = path.with_suffix(f".{os.getpid()}")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(measured)) + b"\n")
     part.replace(path)
     return path
 
