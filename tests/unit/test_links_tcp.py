@@ -129,10 +129,20 @@ def test_who_knows_only_the_listening_ends_public_key_is_refused(heard: Heard, n
         assert not receiver.poll(0)
 
 
-def test_a_refusal_names_the_peer(heard: Heard, new_links: NewLinks) -> None:
+def test_a_refusal_names_the_peer(heard: Heard, new_links: NewLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Who is gone before the guard's thread has looked cannot be named.
+    was_looked_at = threading.Event()
+
+    def look(fd: int) -> str:
+        peer = peer_of(fd)
+        was_looked_at.set()
+        return peer
+
+    peer_of = guard._peer_of
+    monkeypatch.setattr(guard, "_peer_of", look)
     address = TcpAddress.parse(bound_address(new_links(KEY).receiver(LOOPBACK)))
     with socket.create_connection((address.host, address.port)) as visitor:
-        visitor.recv(1)  # accepted, and looked at
+        assert was_looked_at.wait(PATIENCE_MS / 1000)
         # A greeting of ZMTP 3 that offers no encryption.
         visitor.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48))
         heard.wait_for(f"refused 127.0.0.1 port {visitor.getsockname()[1]}")
