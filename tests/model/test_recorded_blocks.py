@@ -168,3 +168,15 @@ def test_memory_is_used_again_when_nothing_lies_in_it_and_not_before() -> None:
         assert result((5, 8), torch.bfloat16).data_ptr() == addresses[0] - 2 * 4 * 2
 
     record(run)
+
+
+def test_a_program_of_many_layers_needs_no_more_memory_than_one_of_few(library: CpuKernels) -> None:
+    def num_runs(num_layers: int) -> int:
+        def run(x: torch.Tensor) -> None:
+            for _ in range(num_layers):
+                x = library.silu_and_mul(torch.as_strided(library.silu_and_mul(x), (5, 16), (16, 1)))
+                x = result((5, 32), torch.bfloat16)
+
+        return len(record(run).memory._all)
+
+    assert num_runs(3) == num_runs(30) > 1

@@ -101,10 +101,9 @@ class _Memory:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         num_bytes = math.prod(shape) * dtype.itemsize
-        fitting = [run for run in self._free if run.nbytes >= num_bytes]
+        fitting = [(run.nbytes, place) for place, run in enumerate(self._free) if run.nbytes >= num_bytes]
         if fitting:
-            run = min(fitting, key=lambda run: run.nbytes)
-            self._free = [other for other in self._free if other is not run]
+            run = self._free.pop(min(fitting)[1])
         else:
             self._all.append(zeroed_bytes(num_bytes))
             run = self._all[-1].numpy()
