@@ -20,6 +20,10 @@ MAX_SEED = 2**63 - 1
 GREEDY_BELOW_TEMPERATURE = 1e-5
 
 
+class UpTo(int):
+    """As many tokens as this, or as fit: a `max_tokens` that is nobody's explicit wish, as every default is."""
+
+
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer must look like: exactly one of the fields says so.
 
@@ -101,7 +105,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         stop_token_ids: token ids that end the completion.
         include_stop_str_in_output: keep the stop string or stop token in the text.
         min_tokens: end-of-sequence and stop tokens cannot be chosen before this many tokens.
-        max_tokens: end after this many tokens; None (none on the command line) means up to the model's length.
+        max_tokens: end after this many tokens; None (none on the command line) means up to the model's length. A
+            number that does not fit behind the prompt is refused; of the default, as much is taken as fits.
         ignore_eos: go on past the model's end-of-sequence token.
         allowed_token_ids: only these may be chosen.
         bad_words: strings whose last token is never chosen when the tokens before it match.
@@ -127,7 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
-    max_tokens: int | None = 16
+    max_tokens: int | None = UpTo(16)
     ignore_eos: bool = False
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None

@@ -17,6 +17,7 @@ import pytest
 from stageline import LLM, SamplingParams, StagelineError
 from stageline.engine import startup
 from stageline.errors import CheckpointError, ConfigError, RequestError
+from stageline.sampling import UpTo
 from tests.tiny_models import TINY_VOCAB_SIZE, TinyModel, load_reference, reference_greedy
 
 MAX_MODEL_LEN = 96
@@ -260,9 +261,9 @@ def test_a_stream_is_refused_when_it_is_asked_for_not_when_it_is_read(llm: LLM, 
     [
         (MAX_MODEL_LEN - 1, 1, 1),
         (MAX_MODEL_LEN - 1, None, 1),
-        (MAX_MODEL_LEN - 1, 50, 1),
+        (MAX_MODEL_LEN - 1, UpTo(50), 1),
         (MAX_MODEL_LEN - 9, 9, 9),
-        (MAX_MODEL_LEN - 9, 10, 9),
+        (MAX_MODEL_LEN - 9, UpTo(10), 9),
         (1, MAX_MODEL_LEN - 1, MAX_MODEL_LEN - 1),
     ],
 )

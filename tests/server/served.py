@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -185,16 +186,11 @@ class Served(Logged):
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
-    """For what cannot be waited for by an event: asks again and again, letting others run."""
-    deadline = threading.Event()
-    timer = threading.Timer(DEADLINE_S, deadline.set)
-    timer.start()
-    try:
-        while not is_true():
-            assert not deadline.is_set(), f"{is_true} did not become true"
-            os.sched_yield()
-    finally:
-        timer.cancel()
+    """For what cannot be waited for by an event: asks again and again, and leaves the core to what it waits for."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_true():
+        assert time.monotonic() < deadline_s, f"{is_true} did not become true"
+        threading.Event().wait(0.01)
 
 
 @contextmanager

@@ -30,6 +30,14 @@ def test_but_not_what_load_balancers_ask(base_url: str, path: str) -> None:
     assert httpx.head(base_url + path).status_code == 200
 
 
+def test_the_bare_address_says_what_there_is(base_url: str) -> None:
+    text, page = httpx.get(base_url).text, httpx.get(base_url, headers={"Accept": "text/html,*/*"})
+    assert "/v1" in text and page.headers["content-type"].startswith("text/html")
+    for path in ("dashboard", "docs", "openapi.json", "v1/models", "metrics", "health"):
+        assert f"/{path} " in text and f'href="{path}"' in page.text
+        assert httpx.get(f"{base_url}/{path}", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
+
+
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 @pytest.mark.parametrize("key", [KEY, "another-key"])
 def test_any_of_several_keys_opens(base_url: str, scheme: str, key: str) -> None:

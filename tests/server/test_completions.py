@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.server.conftest import MODEL, events
+from tests.server.conftest import MAX_MODEL_LEN, MODEL, events
 
 PROMPT = "The capital of France is"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
@@ -26,6 +27,22 @@ def test_a_text_and_its_tokens_are_the_same_prompt(client: openai.OpenAI, http: 
     assert from_tokens.choices[0].text == from_text.choices[0].text
     assert from_text.usage is not None and from_text.usage.completion_tokens == 16  # OpenAI's default
     assert from_text.object == "text_completion" and from_text.id.startswith("cmpl-")
+
+
+@pytest.mark.parametrize("named", [{}, {"model": None}, {"model": ""}])
+def test_who_names_no_model_gets_the_one_there_is(http: httpx.Client, named: dict[str, Any]) -> None:
+    answer = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1, **named})
+    assert answer.status_code == 200 and answer.json()["model"] == MODEL
+
+
+def test_output_that_would_not_fit_is_cut_only_if_nobody_asked_for_so_much(http: httpx.Client) -> None:
+    prompt = [1] * (MAX_MODEL_LEN - 3)
+    answer = http.post("/v1/completions", json={**GREEDY, "prompt": prompt, "ignore_eos": True}).json()
+    assert answer["usage"]["completion_tokens"] == 3
+    error = http.post("/v1/completions", json={**GREEDY, "prompt": prompt, "max_tokens": 16}).json()["error"]
+    assert (error["param"], error["code"]) == ("max_tokens", "context_length_exceeded")
+    numbers = f"max_tokens is 16 for a prompt of {MAX_MODEL_LEN - 3} tokens, .* {MAX_MODEL_LEN}; ask for at most 3,"
+    assert re.match(numbers, error["message"])
 
 
 def test_only_fields_of_openai_unless_more_is_asked_for(http: httpx.Client) -> None:

@@ -11,7 +11,7 @@ from stageline.checkpoint.generation_defaults import GenerationDefaults
 from stageline.checkpoint.model_spec import ModelSpec, RopeSpec
 from stageline.engine.input_processor import InputProcessor
 from stageline.errors import RequestError
-from stageline.sampling import MAX_SEED, SamplerSpec, SamplingParams
+from stageline.sampling import MAX_SEED, SamplerSpec, SamplingParams, UpTo
 from tests.unit.byte_tokenizer import EOS_TOKEN_ID, STOP_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
 
 MAX_MODEL_LEN = 20  # of the model itself
@@ -81,13 +81,25 @@ def test_wrong_parameters_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("num_prompt_tokens", "max_tokens", "expected"),
-    [(19, None, 1), (19, 100, 1), (10, None, 10), (10, 10, 10), (10, 11, 10), (10, 3, 3)],
+    [(19, None, 1), (19, UpTo(100), 1), (10, None, 10), (10, 10, 10), (10, UpTo(11), 10), (10, 3, 3)],
 )
 def test_prompt_and_output_together_never_exceed_the_model_s_length(
     num_prompt_tokens: int, max_tokens: int | None, expected: int
 ) -> None:
     (request,) = _processor().process("R", [1] * num_prompt_tokens, SamplingParams(max_tokens=max_tokens), 0.0)
-    assert request.max_tokens == expected
+    assert request.max_tokens == expected and type(request.max_tokens) is int
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(10, 11), (19, 2), (5, 16), (1, 2**64)])
+def test_more_output_than_fits_is_refused_with_the_numbers_if_it_was_asked_for(
+    num_prompt_tokens: int, max_tokens: int
+) -> None:
+    asked = f"max_tokens is {max_tokens} for a prompt of {num_prompt_tokens} tokens"
+    room = f"have {MAX_MODEL_LEN}; ask for at most {MAX_MODEL_LEN - num_prompt_tokens},"
+    with pytest.raises(RequestError, match=f"{asked}, .* {room}"):
+        _processor().process("R", [1] * num_prompt_tokens, SamplingParams(max_tokens=max_tokens), 0.0)
+    (request,) = _processor().process("R", [1] * 5, SamplingParams(), 0.0)
+    assert request.max_tokens == 15, "nobody asked for the default"
 
 
 def test_several_completions_have_names_and_seeds_of_their_own() -> None:
@@ -208,7 +220,7 @@ def test_a_bad_word_is_bad_at_the_start_of_a_text_and_after_a_space(
 
 @pytest.mark.parametrize("number", [10**6, 2**64, 10**100])
 def test_numbers_beyond_the_model_s_own_reach_the_sampler_as_the_model_s(number: int) -> None:
-    params = SamplingParams(top_k=number, min_tokens=number, max_tokens=number)
+    params = SamplingParams(top_k=number, min_tokens=number, max_tokens=UpTo(number))
     (request,) = _processor().process("R", "hi", params, 0.0)
     assert (request.sampler.top_k, request.sampler.min_tokens) == (VOCAB_SIZE, MAX_MODEL_LEN)
     assert request.max_tokens == MAX_MODEL_LEN - len(request.prompt_token_ids)

@@ -26,6 +26,7 @@ from stageline.errors import (
     WorkerLost,
 )
 from stageline.outputs import Logprob
+from stageline.server import unknown_fields
 from stageline.server.auth import RequireKey
 from stageline.server.errors import FieldNames, api_error_of, api_error_of_decoding, error_event
 from stageline.server.limits import LimitHeaders
@@ -33,6 +34,7 @@ from stageline.server.logprobs import LOWEST_LOGPROB, completion_logprobs, promp
 from stageline.server.prompts import parse_prompts
 from stageline.server.protocol_chat import ChatCompletionRequest
 from stageline.server.streaming import until_disconnect
+from stageline.server.unknown_fields import UnknownFields
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_an_error_names_the_field_as_the_request_has_it() -> None:
 @pytest.mark.parametrize(
     ("body", "param", "words"),
     [
-        (b'{"messages": []}', "model", "missing"),
+        (b'{"model": "m"}', "messages", "missing"),
         (b'{"model": "m", "messages": [{"role": "x"}]}', "messages[0].role", "developer, system, user"),
         (b'{"model": "m", "messages": [], "n": "1"}', "n", "expected `integer | null`, got `string`"),
         (b'{"model": "m", "messages": [], "logit_bias": {"1": "x"}}', "logit_bias[...]", "number"),
@@ -177,3 +179,19 @@ def test_work_that_is_done_gives_its_result() -> None:
         raise AssertionError
 
     assert asyncio.run(until_disconnect(receive, work())) == "done"
+
+
+def test_an_unknown_field_is_told_once_with_the_one_that_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(unknown_fields.logger, "warning", lambda message, *words: told.append(message % words))
+    fields, known = UnknownFields(most=3), ChatCompletionRequest.__struct_encode_fields__
+    body = b'{"messages": [], "max_token": 5, "store": true, "top_k": 1, "x\\n": {"a": 1}}'
+    for _ in range(3):
+        fields.look_for("/chat", body, known)
+    assert told == [
+        "a request to /chat has the field 'max_token', which is not known and ignored (told once); "
+        "did its client mean max_tokens?",
+        "a request to /chat has the field 'x\\n', which is not known and ignored (told once)",
+    ]
+    fields.look_for("/chat", msgspec.json.encode({f"name {number}": 1 for number in range(9)}), known)
+    assert len(told) == 3, "clients cannot fill the log"

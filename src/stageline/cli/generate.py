@@ -14,8 +14,9 @@ from stageline.cli.sampling_flags import add_sampling_flags, check_sampling_flag
 from stageline.config.flags import add_engine_flags, engine_config_from_args
 from stageline.errors import ConfigError
 from stageline.outputs import RequestOutput
+from stageline.sampling import UpTo
 
-DEFAULT_MAX_TOKENS = 256
+DEFAULT_MAX_TOKENS = UpTo(256)
 _USAGE = "stageline generate MODEL --prompt TEXT [--prompt TEXT ...] [-pp STAGES] [options]"
 _EXAMPLE = """example:
   stageline generate ./SmolLM2-135M-Instruct --prompt "The capital of France is" -pp 2 --temperature 0

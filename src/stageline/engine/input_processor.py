@@ -17,7 +17,7 @@ from stageline.errors import RequestError
 from stageline.grammar.compiler import GrammarCompiler
 from stageline.grammar.definition import define
 from stageline.request import EngineRequest, GrammarSpec
-from stageline.sampling import GREEDY_BELOW_TEMPERATURE, SamplerSpec, SamplingParams, StructuredOutputs
+from stageline.sampling import GREEDY_BELOW_TEMPERATURE, SamplerSpec, SamplingParams, StructuredOutputs, UpTo
 
 MAX_PRIORITY = 2**31
 
@@ -82,7 +82,7 @@ class InputProcessor:
             repetition_penalty=(
                 ours.repetition_penalty if defaults.repetition_penalty is None else defaults.repetition_penalty
             ),
-            max_tokens=ours.max_tokens if defaults.max_new_tokens is None else defaults.max_new_tokens,
+            max_tokens=ours.max_tokens if defaults.max_new_tokens is None else UpTo(defaults.max_new_tokens),
         )
 
     def process(
@@ -111,7 +111,7 @@ class InputProcessor:
             raise RequestError(f"priority is {priority!r}; it must be an integer of at most {MAX_PRIORITY}", "priority")
         prompt_token_ids = self._prompt_token_ids(prompt)
         grammar = None if params.structured_outputs is None else self._grammar(params.structured_outputs)
-        room_tokens = self._max_model_len - len(prompt_token_ids)
+        max_tokens = self._max_tokens(len(prompt_token_ids), params.max_tokens)
         eos_token_ids = () if params.ignore_eos else self._spec.eos_token_ids
         stop_token_ids = tuple(dict.fromkeys(params.stop_token_ids or ()))
         sampler = self._sampler(params, tuple(dict.fromkeys(eos_token_ids + stop_token_ids)))
@@ -120,7 +120,7 @@ class InputProcessor:
                 request_id=request_id if params.n == 1 else f"{request_id}-{index}",
                 prompt_token_ids=prompt_token_ids,
                 sampler=_for_completion(sampler, index, self._seeds.getrandbits(63) if params.seed is None else None),
-                max_tokens=room_tokens if params.max_tokens is None else min(params.max_tokens, room_tokens),
+                max_tokens=max_tokens,
                 eos_token_ids=eos_token_ids,
                 stop_token_ids=stop_token_ids,
                 arrival_s=arrival_s,
@@ -132,6 +132,18 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
+
+    def _max_tokens(self, num_prompt_tokens: int, asked: int | None) -> int:
+        room_tokens = self._max_model_len - num_prompt_tokens
+        if asked is None or isinstance(asked, UpTo):
+            return room_tokens if asked is None else min(int(asked), room_tokens)
+        if asked > room_tokens:
+            raise RequestError(
+                f"max_tokens is {asked} for a prompt of {num_prompt_tokens} tokens, and prompt and output together may "
+                f"have {self._max_model_len}; ask for at most {room_tokens}, or leave it out",
+                "max_tokens",
+            )
+        return asked
 
     def _prompt_token_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):

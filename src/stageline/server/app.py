@@ -38,7 +38,7 @@ from stageline.server.state import ServerState
 _MODULES = (chat, completions, models, responses, tokenize, debug, dashboard)
 # These tell what is the matter while the model loads; all others wait for it.
 _ALWAYS_ANSWERED = frozenset(
-    {"/health", "/ping", "/version", "/metrics", "/load", "/openapi.json", "/docs", dashboard.PATH}
+    {"/", "/health", "/ping", "/version", "/metrics", "/load", "/openapi.json", "/docs", dashboard.PATH}
 )
 
 

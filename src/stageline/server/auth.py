@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from stageline.server.errors import ApiError, error_response
 
 # Load balancers and process managers ask these, without keys. A browser opens the dashboard, which holds no data, and
-# sends the key when it asks for some.
-OPEN_PATHS = frozenset({"/health", "/ping", "/dashboard"})
+# sends the key when it asks for some. What / names, everybody can know.
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/dashboard"})
 _SCHEME = b"bearer "
 
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from stageline.outputs import OutputKind, RequestOutput
-from stageline.sampling import MAX_N, SamplingParams
+from stageline.sampling import MAX_N, SamplingParams, UpTo
 from stageline.server.completion_answer import CompletionPlan, CompletionStream, PlannedPrompt, whole_answer
 from stageline.server.errors import JSON, FieldNames, bad_request, client_left, naming
 from stageline.server.generation import Outputs, TokenCount, check_in_time, interleaved, last_output, opened
@@ -31,7 +31,7 @@ from stageline.server.state import AnswerHead, ServerState
 from stageline.server.streaming import DONE, EventStream, until_disconnect
 
 # OpenAI's, and SamplingParams' own.
-_DEFAULT_MAX_TOKENS = 16
+_DEFAULT_MAX_TOKENS = UpTo(16)
 _decoder = msgspec.json.Decoder(CompletionRequest)
 OPERATIONS = [
     Operation(
@@ -97,7 +97,7 @@ async def completion_events(
 
 async def plan_completion(state: ServerState, request: CompletionRequest) -> CompletionPlan:
     """Raises: ApiError or RequestError for whatever can be known to be wrong before the engine hears of it."""
-    head = AnswerHead.new(state, "cmpl", state.check_model(request.model))
+    head = AnswerHead.new(state, "cmpl", state.check_model(request.model or None))
     if request.suffix:
         raise bad_request("suffix is not supported: the model continues texts, it does not fill gaps", "suffix")
     params = _params(state, request)

@@ -1,4 +1,7 @@
-"""/docs: /openapi.json as a page for people. It loads nothing from anywhere else, and runs no code of others."""
+"""/docs: /openapi.json as a page for people. It loads nothing from anywhere else, and runs no code of others.
+
+/ says that it is there, and what else is, to browsers and to whoever tries the address with curl.
+"""
 
 from __future__ import annotations
 
@@ -102,9 +105,36 @@ _PAGE = f"""<!doctype html>
 <body><h1>Stageline API</h1><div id="page">Reading openapi.json …</div><script>{_SCRIPT}</script></body></html>
 """
 
+_PLACES = {
+    "dashboard": "the pipeline live",
+    "docs": "all routes, with their fields",
+    "openapi.json": "the same for programs",
+    "v1/models": "the model's names",
+    "metrics": "for Prometheus",
+    "health": "whether it answers",
+}
+_INDEX_TEXT = "Stageline: OpenAI's API is under /v1.\n" + "".join(
+    f"/{path:<13} {what}\n" for path, what in _PLACES.items()
+)
+_INDEX_PAGE = (
+    '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Stageline</title></head><body>'
+    "<h1>Stageline</h1><p>OpenAI's API is under <code>/v1</code>.</p><ul>"
+    + "".join(f'<li><a href="{path}">/{path}</a> {what}</li>' for path, what in _PLACES.items())
+    + "</ul></body></html>\n"
+)
+
 
 def routes(state: ServerState) -> list[Route]:
-    return [Route("/docs", endpoint(state, show_docs), methods=["GET"])]
+    return [
+        Route("/", endpoint(state, show_index), methods=["GET"]),
+        Route("/docs", endpoint(state, show_docs), methods=["GET"]),
+    ]
+
+
+async def show_index(_state: ServerState, http: Request) -> Response:
+    if "text/html" in http.headers.get("accept", ""):
+        return Response(_INDEX_PAGE, media_type="text/html", headers={"Content-Security-Policy": "default-src 'none'"})
+    return Response(_INDEX_TEXT, media_type="text/plain")
 
 
 async def show_docs(_state: ServerState, _http: Request) -> Response:

@@ -13,9 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stageline.server.errors import ApiError, api_error_of_decoding, bad_request, error_response
+from stageline.server.unknown_fields import UnknownFields
 
 MAX_HEADERS = 200
 _Wanted = TypeVar("_Wanted")
+_unknown_fields = UnknownFields()
 
 
 class LimitHeaders:
@@ -86,7 +88,10 @@ async def decode_body(request: Request, decoder: msgspec.json.Decoder[_Wanted], 
         raise bad_request("the body is empty; send a JSON object", None, "invalid_json")
     try:
         body.decode()  # the decoder looks at the strings that it keeps only
-        return decoder.decode(body)
+        decoded = decoder.decode(body)
+        if isinstance(decoded, msgspec.Struct):
+            _unknown_fields.look_for(request.url.path, body, decoded.__struct_encode_fields__)
+        return decoded
     except UnicodeDecodeError as error:
         message = f"the body is not UTF-8: {error.reason} at byte {error.start}"
         raise bad_request(message, None, "invalid_json") from error

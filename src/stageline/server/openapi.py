@@ -17,12 +17,13 @@ from starlette.routing import Route
 import stageline
 from stageline.server.errors import JSON
 from stageline.server.operations import BODY_ERRORS, Operation
-from stageline.server.protocol import TOKEN_ID_MARKER, ErrorBody
+from stageline.server.protocol import OUTPUT_TOKENS_MARKER, TOKEN_ID_MARKER, ErrorBody
 from stageline.server.routing import endpoint
 from stageline.server.state import ServerState
 
 OPERATIONS = [
     Operation("GET", "/openapi.json", "This description", tag="server", answer=dict[str, Any]),
+    Operation("GET", "/", "Where to go from here", tag="server", answer_type="text/plain", is_open=True),
     Operation("GET", "/docs", "This description as a page", tag="server", answer_type="text/html"),
 ]
 _REF = "#/components/schemas/{name}"
@@ -53,7 +54,8 @@ def describe(state: ServerState, operations: Sequence[Operation]) -> dict[str, A
     schema_of = dict(zip(kinds, references, strict=True))
     for component in components.values():
         _name_the_models(component, state.model_names)
-    _bound_token_ids(components, state.llm.spec.vocab_size - 1)
+    _bound(components, TOKEN_ID_MARKER, state.llm.spec.vocab_size - 1)
+    _bound(components, OUTPUT_TOKENS_MARKER, state.llm.max_model_len - 1)
     needs_key = bool(state.config.api_key)
     paths: dict[str, dict[str, Any]] = {}
     for one in operations:
@@ -63,8 +65,8 @@ def describe(state: ServerState, operations: Sequence[Operation]) -> dict[str, A
         "info": {
             "title": "Stageline",
             "version": stageline.__version__,
-            "description": "OpenAI's HTTP API on a pipeline of stages. Unknown fields of a request are ignored; a "
-            "field that is null counts as absent.",
+            "description": "OpenAI's HTTP API on a pipeline of stages. Unknown fields of a request are ignored, and "
+            "the server's log names each once; a field that is null counts as absent.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": state.config.root_path or "/"}],
@@ -91,15 +93,15 @@ def _name_the_models(component: dict[str, Any], names: Sequence[str]) -> None:
         model["enum"] = list(names)
 
 
-def _bound_token_ids(schema: Any, highest: int) -> None:
+def _bound(schema: Any, marker: str, highest: int) -> None:
     if isinstance(schema, list):
         for one in schema:
-            _bound_token_ids(one, highest)
+            _bound(one, marker, highest)
     elif isinstance(schema, dict):
-        if schema.pop(TOKEN_ID_MARKER, False):
+        if schema.pop(marker, False):
             schema["maximum"] = highest
         for one in schema.values():
-            _bound_token_ids(one, highest)
+            _bound(one, marker, highest)
 
 
 def _operation(

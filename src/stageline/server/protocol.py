@@ -31,6 +31,15 @@ def between(lowest: float, highest: float) -> Meta:
     return Meta(extra_json_schema={"minimum": lowest, "maximum": highest})
 
 
+# The schema that is shown has the most tokens of output in the marker's place, once the model is known.
+OUTPUT_TOKENS_MARKER = "x-output-tokens"
+
+
+def output_tokens(lowest: int) -> Meta:
+    """For the schema only: how many tokens of output can be asked for."""
+    return Meta(extra_json_schema={"minimum": lowest, OUTPUT_TOKENS_MARKER: True})
+
+
 # The schema that is shown has the highest id in the marker's place, once the model is known.
 TOKEN_ID_MARKER = "x-token-id"
 TOKEN_ID_SCHEMA = {"type": "integer", "minimum": 0, TOKEN_ID_MARKER: True}

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from stageline.sampling import MAX_LOGPROBS
-from stageline.server.protocol import MAX_MESSAGES, Usage, at_least, between
+from stageline.server.protocol import MAX_MESSAGES, Usage, between, output_tokens
 from stageline.server.protocol_sampling import GenerationRequest
 
 Role = Literal["developer", "system", "user", "assistant", "tool"]
@@ -97,7 +97,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     Args:
         logprobs: describe each token of the answer.
         top_logprobs: with this many of the likeliest tokens at its place.
-        max_tokens: older name for max_completion_tokens. Without either, up to the model's length.
+        max_tokens: older name for max_completion_tokens. Without either, up to the model's length; more than fits is
+            refused.
         tool_choice: whether the model may, must or must not call tools.
         parallel_tool_calls: false for at most one call.
         chat_template_kwargs: further variables for the model's chat template, such as enable_thinking.
@@ -108,8 +109,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     """
 
     messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_MESSAGES})]
-    max_completion_tokens: Annotated[int | None, at_least(1)] = None
-    max_tokens: Annotated[int | None, at_least(1)] = None
+    max_completion_tokens: Annotated[int | None, output_tokens(1)] = None
+    max_tokens: Annotated[int | None, output_tokens(1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
     tools: list[Tool] | None = None

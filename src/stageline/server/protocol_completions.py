@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from stageline.sampling import MAX_LOGPROBS, MAX_N
-from stageline.server.protocol import MAX_PROMPTS, TOKEN_ID_SCHEMA, Usage, at_least, between
+from stageline.server.protocol import MAX_PROMPTS, TOKEN_ID_SCHEMA, Usage, between, output_tokens
 from stageline.server.protocol_chat import PromptLogprobs
 from stageline.server.protocol_sampling import GenerationRequest
 
@@ -41,7 +41,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     """
 
     prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT_SCHEMA)]
-    max_tokens: Annotated[int | None, at_least(0)] = None
+    max_tokens: Annotated[int | None, output_tokens(0)] = None
     logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
     echo: bool | None = None
     best_of: Annotated[int | None, between(1, MAX_N)] = None

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from stageline.sampling import MAX_LOGPROBS, MAX_SEED
-from stageline.server.protocol import MAX_MESSAGES, MODEL_HELP, at_least, between
+from stageline.server.protocol import MAX_MESSAGES, MODEL_HELP, at_least, between, output_tokens
 from stageline.server.protocol_chat import TokenLogprob
 from stageline.server.protocol_sampling import MAX_PRIORITY
 
@@ -170,14 +170,14 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         cache_salt: prompts share cached keys and values with those of the same salt only.
     """
 
-    model: Annotated[str, Meta(description=MODEL_HELP)]
+    model: Annotated[str | None, Meta(description=MODEL_HELP)] = None
     input: (
         Annotated[str, Meta(extra_json_schema={"minLength": 1})]
         | Annotated[list[Item], Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_MESSAGES})]
     )
     instructions: str | None = None
     stream: bool | None = None
-    max_output_tokens: Annotated[int | None, at_least(1)] = None
+    max_output_tokens: Annotated[int | None, output_tokens(1)] = None
     temperature: Annotated[float | None, between(0, 100)] = None
     top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
     tools: list[FunctionTool] | None = None

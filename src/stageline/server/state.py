@@ -50,7 +50,7 @@ class ServerState:
         )
 
     def check_model(self, name: str | None) -> str:
-        """The name for the answer. Raises: ApiError 404 if no model is called so."""
+        """The name for the answer; who names none means the one there is. Raises: ApiError 404 for another."""
         if name is None or name in self.model_names:
             return name or self.model_names[0]
         known = ", ".join(self.model_names)

@@ -57,7 +57,7 @@ def routes(state: ServerState) -> list[Route]:
 
 async def tokenize(state: ServerState, http: Request) -> Response:
     request = await decode_body(http, _tokenize_decoder, state.config.max_body_bytes)
-    state.check_model(request.model)
+    state.check_model(request.model or None)
     if (request.prompt is None) == (request.messages is None):
         raise bad_request("give either prompt or messages", "prompt" if request.prompt is None else "messages")
     is_chat = request.messages is not None
@@ -85,6 +85,6 @@ async def _text(state: ServerState, request: TokenizeRequest) -> str:
 
 async def detokenize(state: ServerState, http: Request) -> Response:
     request = await decode_body(http, _detokenize_decoder, state.config.max_body_bytes)
-    state.check_model(request.model)
+    state.check_model(request.model or None)
     text = await decode_tokens(state, request.tokens, "tokens")
     return Response(msgspec.json.encode(DetokenizeResponse(prompt=text)), media_type=JSON)
