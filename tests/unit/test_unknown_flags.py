@@ -1,10 +1,11 @@
-"""A flag that is not known is answered with the one that was meant."""
+"""A flag that is not known is answered with the one that was meant; one of vLLM's with what happens instead."""
 
 from __future__ import annotations
 
 import pytest
 
-from stageline.cli.main import main
+from stageline.cli.foreign_flags import FOREIGN_FLAGS
+from stageline.cli.main import build_parser, main
 
 
 @pytest.mark.parametrize(
@@ -13,7 +14,9 @@ from stageline.cli.main import main
         (["serve", "m", "--prot", "17"], "unrecognized arguments: --prot 17; did you mean --port?"),
         (["generate", "m", "-dp", "2"], "unrecognized arguments: -dp 2; -dp: replicas are for stageline serve"),
         (["generate", "m", "--gpu-memory-utilization=0.9"], "sized with --kv-cache-memory"),
-        (["serve", "m", "--enforce-eager"], "--enforce-eager is not needed here: leave it out"),
+        (["serve", "m", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not supported: keys and values have"),
+        (["serve", "m", "--enable-lora", "--lora-modules=a=b"], "a=b is not supported: LoRA adapters are not applied"),
+        (["bench", "latency", "m", "--rope-scaling", "{}"], "as the model's config.json says (rope_scaling, rope_theta)"),
         (["serve", "m", "--served-model-name", "a", "b"], "unrecognized arguments: b (see stageline serve --help)"),
         (["serve", "m", "--quite-something-else"], "unrecognized arguments: --quite-something-else (see"),
     ],
@@ -21,3 +24,20 @@ from stageline.cli.main import main
 def test_a_flag_that_is_not_known(capsys: pytest.CaptureFixture[str], typed: list[str], told: str) -> None:
     assert main(typed) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_flag_that_changes_nothing_is_taken_with_its_value_and_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    """Here the command fails for another reason: MODEL was read, and no prompt was given."""
+    typed = ["--swap-space", "4", "MODEL", "--enforce-eager", "--kv-cache-dtype=auto", "--load-format", "gguf"]
+    assert main(["generate", *typed]) == 2
+    *notes, error = capsys.readouterr().err.splitlines()
+    flags = ["--swap-space 4", "--enforce-eager", "--kv-cache-dtype auto", "--load-format gguf"]
+    assert [note.partition(" changes nothing: ")[0] for note in notes] == [f"stageline: note: {flag}" for flag in flags]
+    assert error.startswith("stageline: error: no prompt")
+
+
+def test_no_flag_of_stageline_is_a_foreign_one() -> None:
+    """The command's own flag would win, and the row be read by nobody."""
+    commands = next(action.choices for action in build_parser()._actions if action.choices)
+    own = {flag for action in dict(commands)["serve"]._actions for flag in action.option_strings}
+    assert "--pipeline-parallel-size" in own and not own & FOREIGN_FLAGS.keys()

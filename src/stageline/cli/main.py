@@ -10,13 +10,17 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from stageline import __version__
+from stageline.cli.foreign_flags import without_foreign
 from stageline.cli.unknown_flags import describe_unknown
 from stageline.errors import ConfigError, RequestError, StagelineError
 from stageline.log import open_standard_streams, set_up_logging
+
+# A command that has this flag is typed as vLLM's would be.
+_RUNS_AN_ENGINE = "--pipeline-parallel-size"
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -29,11 +33,22 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """What is unknown is refused by the subcommand it was given to, which can tell whose help to read."""
+        known_flags = [flag for action in self._actions for flag in action.option_strings]
+        if _RUNS_AN_ENGINE in known_flags:
+            args = self._without_foreign(sys.argv[1:] if args is None else args, known_flags)
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            known_flags = [flag for action in self._actions for flag in action.option_strings]
             self.error(describe_unknown(unknown, known_flags))
         return namespace, unknown
+
+    def _without_foreign(self, words: Sequence[str], known_flags: Sequence[str]) -> list[str]:
+        """Sorted out before the rest is read: a foreign flag's value would be taken for MODEL."""
+        kept, notes, refusals = without_foreign(words, known_flags)
+        if refusals:
+            self.error("; ".join(refusals))
+        for note in notes:
+            print(f"stageline: note: {note}", file=sys.stderr)
+        return kept
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")

@@ -1,22 +1,12 @@
-"""What to say of a flag that a command does not know: which was meant, or what another engine's flag is here."""
+"""What to say of a flag that a command does not know: which was meant, or which command has it."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
 
-_NOT_NEEDED = "is not needed here: leave it out"
-_ELSEWHERE = {
-    "--model": "MODEL is given without a flag, behind the command",
-    "-dp": "replicas are for stageline serve; other commands run one pipeline",
-    "--data-parallel-size": "replicas are for stageline serve; other commands run one pipeline",
-    "--gpu-memory-utilization": "the KV cache is sized with --kv-cache-memory",
-    "--num-gpu-blocks-override": "the KV cache is sized with --kv-cache-memory",
-    "--enable-auto-tool-choice": _NOT_NEEDED,
-    "--enable-chunked-prefill": _NOT_NEEDED,
-    "--enforce-eager": _NOT_NEEDED,
-    "--trust-remote-code": "code from a model's files is never run: leave it out",
-}
+_REPLICAS = "replicas are for stageline serve; other commands run one pipeline"
+_ELSEWHERE = {"-dp": _REPLICAS, "--data-parallel-size": _REPLICAS}
 
 
 def describe_unknown(unknown: Sequence[str], known_flags: Iterable[str]) -> str:
@@ -33,6 +23,6 @@ def describe_unknown(unknown: Sequence[str], known_flags: Iterable[str]) -> str:
 
 def _hint(flag: str, known_flags: list[str]) -> str:
     if words := _ELSEWHERE.get(flag):
-        return f"{flag} {words}" if words == _NOT_NEEDED else f"{flag}: {words}"
+        return f"{flag}: {words}"
     close = difflib.get_close_matches(flag, known_flags, n=1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close and flag.startswith("--") else ""
