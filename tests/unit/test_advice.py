@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from stageline.engine.advice import Advice, NewAdvice, RunFacts, advise
 from stageline.kv.kv_plan import KVCacheMemory, plan_kv_cache
@@ -64,6 +65,28 @@ def test_a_slow_stage_without_a_head_is_named_without_one() -> None:
 def test_no_partition_is_proposed_that_would_gain_nothing() -> None:
     [line] = sentences(_facts(_run([0.001, 0.001], head_s=0.050), [1, 1], 8))
     assert line == "slowest stage: s1 (+5000%): LM head 98% of its time"
+
+
+def test_a_few_microbatches_and_one_that_was_held_up_tell_nothing() -> None:
+    slow_stage = _run([0.010, 0.005])
+    assert sentences(_facts([span for span in slow_stage if span.microbatch < 8], [20, 10], 8)) == []
+    held_up = [_longer(span, 2.0) if (span.microbatch, span.stage_index) == (3, 1) else span for span in _even()]
+    assert not any("slowest" in line for line in sentences(_facts(held_up, [12, 12], 8)))
+
+
+def test_no_partition_is_proposed_that_only_a_part_of_the_microbatches_asks_for() -> None:
+    spans = [_longer(span, 0.020) if span.microbatch < 18 and span.stage_index == 0 else span for span in _even()]
+    spans = [_longer(span, 0.004) if span.microbatch >= 18 and span.stage_index == 1 else span for span in spans]
+    [line] = [line for line in sentences(_facts(spans, [12, 12], 8)) if "slowest" in line]
+    assert "try --pp-layer-partition" not in line
+
+
+def _even() -> list[Span]:
+    return _run([0.010, 0.010])
+
+
+def _longer(span: Span, by_s: float) -> Span:
+    return replace(span, end_s=span.end_s + by_s * (span.kind == "forward"))
 
 
 def test_too_few_requests_are_told_how_many_would_do() -> None:

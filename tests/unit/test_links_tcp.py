@@ -287,6 +287,16 @@ def test_refusals_fill_no_disk_and_none_is_forgotten() -> None:
     lines = [log.line(f"refusal {number}", number / 100) for number in range(1000)]
     assert [line for line in lines if line] == [f"refusal {number}" for number in range(5)]
     assert log.line("one more", 60.0) == "one more (995 more were refused since the line before)"
+
+
+def test_whoever_tries_again_and_again_is_told_of_once_a_minute() -> None:
+    log = RefusalLog()
+    tries = [log.line(f"refused 10.0.0.2 port {number}", number, "10.0.0.2") for number in range(59)]
+    assert [line for line in tries if line] == ["refused 10.0.0.2 port 0"]
+    assert log.line("refused 10.0.0.3 port 1", 59.0, "10.0.0.3") == (
+        "refused 10.0.0.3 port 1 (58 more were refused since the line before)"
+    )
+    assert log.line("refused 10.0.0.2 port 60", 60.0, "10.0.0.2") == "refused 10.0.0.2 port 60"
     assert log.line("and one", 60.1) == "and one"
 
 

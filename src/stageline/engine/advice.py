@@ -22,6 +22,8 @@ AdviceKind = Literal["concurrency", "slowest_stage", "links", "prompts", "kv_cac
 
 _LOOKS_TO_BE_TOLD, _LOOKS_TO_BE_FORGOTTEN = 2, 4
 
+# Fewer tell of a start, a pause or one slow step rather than of the pipeline.
+_ENOUGH_MICROBATCHES = 32
 _SLOWER_FRACTION = 0.05
 _GAIN_FRACTION = 0.03
 _UNDERFILLED_FRACTION = 0.1
@@ -59,9 +61,9 @@ class Advice:
 
 
 def advise(facts: RunFacts) -> list[Advice]:
-    """The most useful first; none if there is nothing to say."""
+    """The most useful first; none if there is nothing to say, or too little was seen to say it."""
     split = mean_split(facts.journeys, len(facts.layer_counts))
-    if split is None:
+    if split is None or len(facts.journeys) < _ENOUGH_MICROBATCHES:
         return []
     found = (
         _on_concurrency(facts, split), _on_slowest_stage(facts), _on_links(split), _on_prefill(facts), _on_kv(facts),
@@ -94,28 +96,62 @@ def _on_slowest_stage(facts: RunFacts) -> Advice | None:
     """Which stage sets the pace, by how much, why, and a partition that evens it out."""
     if len(facts.layer_counts) < 2:
         return None
-    decodes = [journey for journey in facts.journeys if not journey.has_prompt_tokens] or list(facts.journeys)
-    times_s = [
-        fmean(journey.computed[stage][1] - journey.computed[stage][0] for journey in decodes)
-        for stage in range(len(facts.layer_counts))
-    ]
+    decodes = [journey for journey in facts.journeys if not journey.has_prompt_tokens]
+    decodes = decodes if len(decodes) >= _ENOUGH_MICROBATCHES else list(facts.journeys)
+    times_s = _stage_times_s(decodes)
     slowest = max(range(len(times_s)), key=times_s.__getitem__)
     others_s = fmean(time_s for stage, time_s in enumerate(times_s) if stage != slowest)
     if others_s <= 0 or times_s[slowest] < others_s * (1 + _SLOWER_FRACTION):
         return None
-    sampled = [journey.segments[-1] for journey in decodes if journey.segments[-1].cause == "sampling"]
-    sampling_s = sum(segment.end_s - segment.start_s for segment in sampled) / len(decodes)
+    sampling_s = _sampling_s(decodes)
     is_last = slowest == len(times_s) - 1
     head = f": LM head {sampling_s / times_s[slowest]:.0%} of its time" if is_last and sampling_s > 0 else ""
     line = f"slowest stage: s{slowest} (+{times_s[slowest] / others_s - 1:.0%}){head}"
     better = _better_counts(times_s, sampling_s, facts.layer_counts)
-    if better:
+    if better and all(_is_better(half, facts.layer_counts, better) for half in _halves(decodes)):
         line += f"; try --pp-layer-partition {','.join(map(str, better))} or auto"
     return Advice("slowest_stage", f"s{slowest}", line)
 
 
+def _stage_times_s(of: Sequence[Journey]) -> list[float]:
+    """[stages] of a usual microbatch: one that was held up says nothing."""
+    by_stage = zip(*(journey.computed for journey in of), strict=True)
+    return [median(end_s - start_s for start_s, end_s in intervals) for intervals in by_stage]
+
+
+def _sampling_s(of: Sequence[Journey]) -> float:
+    last = [journey.segments[-1] for journey in of]
+    return median(segment.end_s - segment.start_s if segment.cause == "sampling" else 0.0 for segment in last)
+
+
+def _halves(of: Sequence[Journey]) -> tuple[Sequence[Journey], Sequence[Journey]]:
+    """What is so of the pipeline, and no accident, is so of each."""
+    return of[: len(of) // 2], of[len(of) // 2 :]
+
+
 def _better_counts(times_s: Sequence[float], sampling_s: float, counts: Sequence[int]) -> tuple[int, ...] | None:
     """A partition that should make the slowest stage faster, if layers cost alike; None if there is none."""
+    found = _layer_costs(times_s, sampling_s, counts)
+    if found is None:
+        return None
+    costs, rooms = found
+    better = partition_by_cost(costs, rooms)
+    gain = max(stage_times_s(costs, rooms, counts)) / max(stage_times_s(costs, rooms, better)) - 1
+    return better if gain >= _GAIN_FRACTION else None
+
+
+def _is_better(of: Sequence[Journey], counts: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether these microbatches alone would gain by the other partition, too."""
+    found = _layer_costs(_stage_times_s(of), _sampling_s(of), counts)
+    if found is None:
+        return False
+    return max(stage_times_s(*found, counts)) > max(stage_times_s(*found, other))
+
+
+def _layer_costs(
+    times_s: Sequence[float], sampling_s: float, counts: Sequence[int]
+) -> tuple[ItemCosts, list[StageRoom]] | None:
+    """What a layer costs on each stage; None if a stage took no time."""
     layers_s = [*times_s[:-1], times_s[-1] - sampling_s]
     per_layer_s = [time_s / count for time_s, count in zip(layers_s, counts, strict=True)]
     if min(per_layer_s) <= 0:
@@ -123,10 +159,7 @@ def _better_counts(times_s: Sequence[float], sampling_s: float, counts: Sequence
     layer_s = sum(layers_s) / sum(counts)
     is_alike = max(per_layer_s) <= min(per_layer_s) * (1 + 2 * _SLOWER_FRACTION)
     rooms = [StageRoom(1.0 if is_alike else layer_s / own_s) for own_s in per_layer_s]
-    costs = ItemCosts(0.0, (layer_s,) * sum(counts), sampling_s * rooms[-1].speed)
-    better = partition_by_cost(costs, rooms)
-    gain = max(stage_times_s(costs, rooms, counts)) / max(stage_times_s(costs, rooms, better)) - 1
-    return better if gain >= _GAIN_FRACTION else None
+    return ItemCosts(0.0, (layer_s,) * sum(counts), sampling_s * rooms[-1].speed), rooms
 
 
 def _on_concurrency(facts: RunFacts, split: LatencySplit) -> Advice | None:

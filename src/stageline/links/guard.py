@@ -171,11 +171,14 @@ class Guard:
             self._up.discard(of.address)
             if was_up and self._on_broken is not None:
                 self._on_broken(of.address)
-            # It is tried again and again: said once is enough.
-            failure, of.said = (None if failure == of.said else failure), failure
+            # It is tried again and again, and not every try ends with a reason: said once is enough.
+            if failure is not None:
+                failure, of.said = (None if failure == of.said else failure), failure
         if failure is not None:
             words = f"no connection to {of.address}" if peer is None else f"{of.address} refused {peer}"
-            if (line := self._log.line(f"{words}: {failure}", time.monotonic())) is not None:
+            # Each try comes from another port.
+            subject = f"{words.partition(' port ')[0]}: {failure}"
+            if (line := self._log.line(f"{words}: {failure}", time.monotonic(), subject)) is not None:
                 logger.warning("%s", line)
 
     def _why(self, event: int, value: int, of: Watched) -> str:
