@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket as sockets
 import time
@@ -51,7 +50,8 @@ from stageline.config import environment
 from stageline.errors import ConfigError, FrameError
 from stageline.executor.messages import LinkAccess
 from stageline.links.frames import MessageDecoder, encode_message
-from stageline.links.sockets import Links, make_ipc_folder
+from stageline.links.ipc_folder import IpcFolder
+from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
 from stageline.links.wakeup import Wakeup
 from stageline.transfer.copy_files import check_cache
@@ -130,10 +130,10 @@ class _Node:
         own = resolve(asked.address, "--node-address") if asked.address else own_address_towards(self._head)
         self._port = HeldPort(own, asked.ports)
         self._own = self._port.address
-        self._folder = make_ipc_folder("s9999.input")
+        self._folder = IpcFolder("s9999.input")
         self._hosts = own_hosts(own, asked.interface, is_only=asked.address is not None)
         addresses = [TcpAddress(host.host, self._own.port) for host in self._hosts]
-        self._stages = LocalStages(self._folder, self._head.url, addresses, asked.access, asked.binds_cores)
+        self._stages = LocalStages(self._folder.path, self._head.url, addresses, asked.access, asked.binds_cores)
         self._probes: ProbeListener | None = None
         self._unread: list[ToNode] = []
         self._decoder: MessageDecoder[ToNode] = MessageDecoder(ToNode)
@@ -162,7 +162,7 @@ class _Node:
         self._disconnect()
         self._bell.close()
         self._port.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     # ---- the connection ----
 

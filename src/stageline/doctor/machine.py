@@ -25,9 +25,10 @@ from stageline.doctor.patient import Asked
 from stageline.engine.startup_table import format_bytes
 from stageline.errors import ConfigError
 from stageline.links.frames import encode_message
+from stageline.links.ipc_folder import IpcFolder
 from stageline.links.key_file import given_security
 from stageline.links.keys import LinkSecurity
-from stageline.links.sockets import Links, make_ipc_folder
+from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
 from stageline.server.listening_socket import bind
 from stageline.server.preflight import check_open_files, make_ssl_context, with_all_api_keys
@@ -108,11 +109,11 @@ def free_disk_bytes(path: Path) -> int:
 
 
 def _look_at_sockets() -> str:
-    folder = make_ipc_folder("s9999.control")
+    folder = IpcFolder("s9999.control")
     try:
-        return f"stages of one machine can talk in {Path(folder).parent}"
+        return f"stages of one machine can talk in {Path(folder.path).parent}"
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        folder.close()
 
 
 def _look_at_open_files(asked: Asked) -> str:

@@ -6,7 +6,6 @@ Its owner reads what it tells (progress, readiness, last words) from `exit_fd`, 
 from __future__ import annotations
 
 import os
-import shutil
 import weakref
 
 import msgspec
@@ -18,7 +17,7 @@ from stageline.engine.messages import Drain, EngineLink, EngineProcessConfig, Re
 from stageline.executor.messages import LinkAccess
 from stageline.links.child_process import ChildProcess, wait_for_ends
 from stageline.links.frames import MessageDecoder, encode_message
-from stageline.links.sockets import make_ipc_folder
+from stageline.links.ipc_folder import IpcFolder
 
 
 class EngineProcess:
@@ -43,12 +42,12 @@ class EngineProcess:
         revives: bool = False,
         place: ReplicaPlace | None = None,
     ) -> None:
-        folder = make_ipc_folder(f"client{num_clients}")
+        folder = IpcFolder(f"client{num_clients}")
         body = EngineProcessConfig(
             engine=config,
             model_path=model_path,
             log_level=environment.log_level(),
-            folder=folder,
+            folder=folder.path,
             num_clients=num_clients,
             warms_up=warms_up,
             cluster=cluster,
@@ -59,12 +58,13 @@ class EngineProcess:
         try:
             self._child = ChildProcess("stageline.engine.process", msgspec.msgpack.encode(body))
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.close()
             raise
         self._finalizer = weakref.finalize(self, _end, self._child, folder, os.getpid())
         self._decoder: MessageDecoder[ToOwner] = MessageDecoder(ToOwner)
         self.links = [
-            EngineLink(folder=folder, client_index=index, engine_pid=self._child.pid) for index in range(num_clients)
+            EngineLink(folder=folder.path, client_index=index, engine_pid=self._child.pid)
+            for index in range(num_clients)
         ]
 
     @property
@@ -106,9 +106,9 @@ class EngineProcess:
             self._finalizer()
 
 
-def _end(child: ChildProcess, folder: str, owner_pid: int) -> None:
+def _end(child: ChildProcess, folder: IpcFolder, owner_pid: int) -> None:
     if os.getpid() != owner_pid:
         return  # a process forked off the owner must not end the owner's engine
     child.kill()
     child.reap()
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.close()

@@ -7,7 +7,6 @@ what comes from another machine arrives at the one port that each machine has fo
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from stageline.executor.messages import Calibration, LinkAccess, WorkerConfig
 from stageline.executor.remote_stages import Channel, RemoteStages
 from stageline.executor.worker_process import WorkerProcess
 from stageline.links.child_process import wait_for_ends
-from stageline.links.sockets import Links, make_ipc_folder
+from stageline.links.ipc_folder import IpcFolder
+from stageline.links.sockets import Links
 from stageline.pipeline.partition import StageLayers
 from stageline.pipeline.rank_layout import RankLayout, StageRank
 from stageline.pipeline.rank_memory import shared_bytes
@@ -55,7 +55,7 @@ class StageProcesses:
         self._num_stages = num_stages = len(ranks.sizes)
         self._remote = remote
         self._num_local = num_stages if remote is None else remote.num_local
-        self.folder = make_ipc_folder(f"s{num_stages}.r{max(ranks.sizes)}.input{max(ranks.sizes)}")
+        self._folder = IpcFolder(f"s{num_stages}.r{max(ranks.sizes)}.input{max(ranks.sizes)}")
         self.links = Links()
         self.workers: list[WorkerProcess] = []
 
@@ -116,7 +116,7 @@ class StageProcesses:
             num_threads=config.threads_per_stage,
             cores=[],
             log_level=environment.log_level(),
-            socket_folder=self.folder if is_local else "",
+            socket_folder=self._folder.path if is_local else "",
             engine_address=self._engine_address if is_local else "",
             control_address=f"{prefix}.control" if is_local else "",
             ping_address=f"{prefix}.ping" if is_local else "",
@@ -140,11 +140,11 @@ class StageProcesses:
 
     @property
     def _engine_address(self) -> str:
-        return f"ipc://{self.folder}/engine"
+        return f"ipc://{self._folder.path}/engine"
 
     def _ipc(self, place: StageRank) -> str:
         rank = f".r{place.rank}" if place.rank else ""
-        return f"ipc://{self.folder}/s{place.stage_index}{rank}"
+        return f"ipc://{self._folder.path}/s{place.stage_index}{rank}"
 
     def _inputs_of(self, stage_index: int) -> list[list[str]]:
         """Where each rank of a stage gets what each rank of the stage before sends."""
@@ -193,7 +193,7 @@ class StageProcesses:
             worker.kill()
         for worker in self.workers:
             worker.exit_status()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._folder.close()
 
 
 @contextmanager

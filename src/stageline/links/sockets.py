@@ -8,8 +8,6 @@ TCP_NODELAY on every TCP connection.)
 from __future__ import annotations
 
 import errno
-import os
-import tempfile
 
 import zmq
 
@@ -23,8 +21,6 @@ MAX_CONTROL_BYTES = 256 * 2**20
 
 _MAX_BYTES_TO_A_SENDER = 64 * 2**10
 """A socket that only sends hears nothing but signs of life."""
-
-_FALLBACK_PARENT = "/tmp"
 
 _HEARTBEAT_S, _SILENCE_S = 2.0, 10.0
 """A sign of life waits behind the message that is under way. So only who gets small messages may take silence for
@@ -215,29 +211,3 @@ def _words_for(address: str, error: zmq.ZMQError) -> str:
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return f"{address} is not an address of this machine; give one that is"
     return f"{address} cannot be listened on: {reason}"
-
-
-def make_ipc_folder(longest_name: str) -> str:
-    """A new folder for ipc sockets that only this user can enter.
-
-    It lies in the folder for temporary files; if that has a path too long for a socket, in /tmp.
-
-    Args:
-        longest_name: the longest of the sockets' file names.
-    Raises: ConfigError if there is no place for it.
-    """
-    try:
-        for parent in (tempfile.gettempdir(), _FALLBACK_PARENT):
-            folder = tempfile.mkdtemp(prefix="stageline-", dir=parent)
-            num_bytes = len(os.fsencode(os.path.join(folder, longest_name)))
-            if num_bytes <= zmq.IPC_PATH_MAX_LEN:
-                return folder
-            os.rmdir(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"the stages' sockets need a folder for temporary files: {error}; set TMPDIR to one that can be written"
-        ) from None
-    raise ConfigError(
-        f"a socket's path would have {num_bytes} bytes, and this system allows {zmq.IPC_PATH_MAX_LEN}; set TMPDIR to a "
-        f"folder with a shorter path"
-    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -26,7 +25,8 @@ from stageline.errors import ConfigError, StagelineError
 from stageline.executor.stage_processes import available_cores
 from stageline.links.child_process import ChildProcess
 from stageline.links.frames import MessageDecoder, encode_message
-from stageline.links.sockets import Links, make_ipc_folder
+from stageline.links.ipc_folder import IpcFolder
+from stageline.links.sockets import Links
 from stageline.pipeline.host_measurement import (
     Answer,
     Echo,
@@ -189,10 +189,10 @@ class _Processes:
     def __init__(
         self, config: EngineConfig, spec: ModelSpec, num_layers: int, num_processes: int, cores: Sequence[int]
     ) -> None:
-        self._folder = make_ipc_folder("answers")
+        self._folder = IpcFolder("answers")
         self._links = Links()
         self._children: list[ChildProcess] = []
-        self._answers = self._links.receiver(f"ipc://{self._folder}/answers")
+        self._answers = self._links.receiver(f"ipc://{self._folder.path}/answers")
         num_threads = config.threads_per_stage
         for index in range(num_processes):
             own_cores = cores[index * num_threads :][:num_threads] if config.bind_cores else []
@@ -206,8 +206,8 @@ class _Processes:
                 max_tokens=max(_DECODE_ROWS[-1], _LONG_CHUNK),
                 max_kv_tokens=max(_DECODE_ROWS[-1] * (_CONTEXT + 16), _CONTEXT_ROWS * (_LONG_CONTEXT + 16)),
                 max_model_len=_LONG_CONTEXT + _CHUNK,
-                listen_address=f"ipc://{self._folder}/echo{index}",
-                answer_address=f"ipc://{self._folder}/answers",
+                listen_address=f"ipc://{self._folder.path}/echo{index}",
+                answer_address=f"ipc://{self._folder.path}/answers",
             )
             threads = {"OMP_NUM_THREADS": str(num_threads)}
             self._children.append(
@@ -235,7 +235,7 @@ class _Processes:
             child.kill()
             child.reap()
         self._links.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     def time(self, order: TimeMicrobatch, num_at_once: int) -> list[Measured]:
         """Let the first so many processes do it at the same time."""
@@ -248,7 +248,7 @@ class _Processes:
         child = self._children[0]
         self._send(child, Echo(2 * _NUM_MESSAGES))
         self._read(child, Ready)
-        outgoing = self._links.sender(f"ipc://{self._folder}/echo0")
+        outgoing = self._links.sender(f"ipc://{self._folder.path}/echo0")
         decoder: MessageDecoder[MicrobatchResult] = MessageDecoder(MicrobatchResult)
         small_send_s, small_s = self._round_trips(outgoing.send_multipart, decoder, [])
         _, large_s = self._round_trips(outgoing.send_multipart, decoder, [bytes(_LARGE_BYTES)])
