@@ -102,6 +102,11 @@ class Machines:
             return head.get(path)
 
 
+def sharing_memory(pids: list[int]) -> list[int]:
+    """Those of a machine's stages' processes that are ranks of one stage."""
+    return [pid for pid in pids if "memfd:stageline-ranks" in Path(f"/proc/{pid}/maps").read_text()]
+
+
 @contextmanager
 def machines(network: Network, model: str, key_file: Path, port: int = PORT) -> Iterator[Machines]:
     """Whatever is started is ended afterwards."""

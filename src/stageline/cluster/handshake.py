@@ -43,6 +43,7 @@ def settings_of(config: EngineConfig, cluster: ClusterConfig) -> dict[str, str]:
     """The flags that every machine has to agree on."""
     values = {
         "--pipeline-parallel-size": config.pipeline_parallel_size,
+        "--tensor-parallel-size": _ranks_text(config),
         "--nnodes": cluster.nnodes,
         "--pp-layer-partition": config.pp_layer_partition,
         "--dtype": config.dtype,
@@ -51,6 +52,12 @@ def settings_of(config: EngineConfig, cluster: ClusterConfig) -> dict[str, str]:
         "--max-model-len": config.max_model_len,
     }
     return {name: "not given" if value is None else str(value) for name, value in values.items()}
+
+
+def _ranks_text(config: EngineConfig) -> str:
+    """Of all stages, as short as it can be said."""
+    sizes = config.ranks_per_stage
+    return str(sizes[0]) if len(set(sizes)) == 1 else ",".join(map(str, sizes))
 
 
 def check_software(node: Software, head: Software) -> None:

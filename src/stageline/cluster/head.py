@@ -46,6 +46,7 @@ from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
 from stageline.links.wakeup import Wakeup
+from stageline.pipeline.rank_layout import StageRank
 from stageline.transfer.server import WeightServer
 
 logger = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class Head:
         self._pipeline = 0
         self._shares: dict[int, int] = {}
         self._stages: dict[bytes, int] = {}
-        self._identities: dict[int, str] = {}
+        self._identities: dict[StageRank, str] = {}
         self._running: dict[int, bytes] = {}
         self._loss_due: tuple[float, WorkerLost] | None = None
         self._is_first = True
@@ -291,7 +292,7 @@ class Head:
         by_node: dict[int, list[WorkerConfig]] = {}
         for config in configs:
             name = secrets.token_hex(_IDENTITY_BYTES)
-            self._identities[config.stage_index] = name
+            self._identities[StageRank(config.stage_index, config.rank)] = name
             for thread in ("control", "ping"):
                 self._stages[f"{name}.{thread}".encode()] = config.stage_index
             by_node.setdefault(self._node_of(config.stage_index), []).append(
@@ -300,14 +301,14 @@ class Head:
         for rank, its_configs in by_node.items():
             self._send(self._running[rank], StartStages(self._pipeline, its_configs))
 
-    def control(self, stage_index: int) -> Channel:
-        return _StageChannel(self, stage_index, "control")
+    def control(self, place: StageRank) -> Channel:
+        return _RankChannel(self, place, "control")
 
-    def responder(self, stage_index: int) -> Channel:
-        return _StageChannel(self, stage_index, "ping")
+    def responder(self, place: StageRank) -> Channel:
+        return _RankChannel(self, place, "ping")
 
-    def send_to_stage(self, stage_index: int, thread: str, frame: bytes) -> None:
-        self._send_frame(f"{self._identities[stage_index]}.{thread}".encode(), frame)
+    def send_to_rank(self, place: StageRank, thread: str, frame: bytes) -> None:
+        self._send_frame(f"{self._identities[place]}.{thread}".encode(), frame)
 
     def receive(self) -> bytes | None:
         self._answer(self._membership.forget_silent(self._clock.now_s()))
@@ -411,13 +412,13 @@ class Head:
             self.socket.send_multipart([identity, frame], zmq.NOBLOCK)
 
 
-class _StageChannel:
+class _RankChannel:
     """See `stageline.executor.remote_stages.Channel`."""
 
-    def __init__(self, head: Head, stage_index: int, thread: str) -> None:
+    def __init__(self, head: Head, place: StageRank, thread: str) -> None:
         self._head = head
-        self._stage_index = stage_index
+        self._place = place
         self._thread = thread
 
     def send(self, frame: bytes, /) -> None:
-        self._head.send_to_stage(self._stage_index, self._thread, frame)
+        self._head.send_to_rank(self._place, self._thread, frame)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from stageline.checkpoint.open import open_checkpoint
 from stageline.cluster.handshake import settings_of
 from stageline.cluster.node import NodeSettings, run_node
+from stageline.cluster.ray_fleet import BACKEND, check_ray
 from stageline.cluster.start import link_access
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
@@ -12,6 +13,8 @@ from stageline.config.engine_config import EngineConfig
 
 def run_headless(engine: EngineConfig, cluster: ClusterConfig, is_insecure: bool) -> None:
     """Take part until a signal says to stop. Raises: ConfigError for what is known to be wrong, here or by the head."""
+    if engine.distributed_executor_backend == BACKEND:
+        check_ray(engine, cluster)
     assert cluster.master_addr is not None
     engine.check()
     if cluster.model_source == "local":

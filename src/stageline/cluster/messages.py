@@ -10,7 +10,7 @@ import msgspec
 
 from stageline.executor.messages import WorkerConfig
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Grows when these messages, those of stages, or the frames of activations change."""
 
 
@@ -63,7 +63,7 @@ class Declined(msgspec.Struct, frozen=True, tag="declined"):
 
 
 class StageEnded(msgspec.Struct, frozen=True, tag="stage_ended"):
-    """A stage's process ended unasked. `pipeline` is that of its `StartStages`."""
+    """A stage's process, one of its ranks, ended unasked. `pipeline` is that of its `StartStages`."""
 
     pipeline: int
     stage_index: int
@@ -130,7 +130,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class StartStages(msgspec.Struct, frozen=True, tag="start_stages"):
-    """Start these stages, which follow one another; those of an earlier pipeline have been ended.
+    """Start these stages, which follow one another, each with all its ranks; an earlier pipeline's have been ended.
 
     Args:
         pipeline: counts up with every start.

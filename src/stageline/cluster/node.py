@@ -130,7 +130,7 @@ class _Node:
         own = resolve(asked.address, "--node-address") if asked.address else own_address_towards(self._head)
         self._port = HeldPort(own, asked.ports)
         self._own = self._port.address
-        self._folder = IpcFolder("s9999.input")
+        self._folder = IpcFolder("s9999.r999.input999")
         self._hosts = own_hosts(own, asked.interface, is_only=asked.address is not None)
         addresses = [TcpAddress(host.host, self._own.port) for host in self._hosts]
         self._stages = LocalStages(self._folder.path, self._head.url, addresses, asked.access, asked.binds_cores)

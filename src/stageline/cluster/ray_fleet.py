@@ -46,16 +46,15 @@ _GOODBYE_S = 5.0
 def check_ray(engine: EngineConfig, cluster: ClusterConfig) -> None:
     """Refuse what cannot work whatever Ray has. Raises: ConfigError."""
     flag = f"--distributed-executor-backend {BACKEND}"
+    if cluster.headless:
+        raise ConfigError(
+            f"{flag} starts the stages on other machines itself; leave --headless out, and run this on one machine only"
+        )
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(f"{flag} needs Ray, which is not installed; in Stageline's folder type: pip install '.[ray]'")
     for name in ("nnodes", "node_rank", "stages", "node_address"):
         if getattr(cluster, name) != getattr(ClusterConfig, name):
             raise ConfigError(f"{flag} lets Ray choose the machines; leave --{name.replace('_', '-')} out")
-    if max(engine.ranks_per_stage) > 1:
-        raise ConfigError(
-            f"--tensor-parallel-size {engine.tensor_parallel_size} works within one machine only; leave it out, or "
-            f"leave {flag} out"
-        )
     address = environment.ray_address()
     if address is not None and address.startswith("ray://"):
         raise ConfigError(
@@ -83,10 +82,13 @@ class RayFleet:
     def __init__(self, engine: EngineConfig, cluster: ClusterConfig, access: LinkAccess) -> None:
         self._engine = engine
         self._access = access
+        # Stages are dealt to bundles once Ray has placed them, so every bundle has room for any stage.
+        num_ranks = max(engine.ranks_per_stage)
         asked = PlaceStages(
             num_stages=engine.pipeline_parallel_size,
-            num_cpus=engine.threads_per_stage,
-            num_gpus=0 if engine.device == "cpu" else 1,
+            num_ranks=num_ranks,
+            num_cpus=engine.threads_per_stage * num_ranks,
+            num_gpus=0 if engine.device == "cpu" else num_ranks,
             is_gpu_optional=engine.device == "auto",
             patience_s=cluster.join_timeout_s,
             log_level=environment.log_level(),

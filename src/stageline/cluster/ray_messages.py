@@ -17,13 +17,15 @@ class PlaceStages(msgspec.Struct, frozen=True, kw_only=True, tag="place_stages")
     """The first message, its configuration.
 
     Args:
-        num_cpus: CPUs of each stage, as Ray counts them.
-        num_gpus: GPUs of each stage.
+        num_ranks: how many processes share a stage, at most; they are on one machine.
+        num_cpus: CPUs of all ranks of a stage, as Ray counts them.
+        num_gpus: GPUs of all ranks of a stage.
         is_gpu_optional: do without where no node of the cluster has any.
         patience_s: how long to wait for room that others use.
     """
 
     num_stages: int
+    num_ranks: int = 1
     num_cpus: int
     num_gpus: int
     is_gpu_optional: bool

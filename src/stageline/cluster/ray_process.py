@@ -129,7 +129,8 @@ class _Driver:
         nodes = _nodes()
         is_gpu_there = any(node.num_gpus for node in nodes)
         without = self._asked.is_gpu_optional and not is_gpu_there
-        self._bundle = Bundle(self._asked.num_cpus, 0 if without else self._asked.num_gpus)
+        num_gpus = 0 if without else self._asked.num_gpus
+        self._bundle = Bundle(self._asked.num_cpus, num_gpus, self._asked.num_ranks)
         num_stages = self._asked.num_stages
         check_room(nodes, own_id, self._bundle, num_stages, _view(own_id))
         # The first stage is where the engine is; of the others as many as can be are beside it.

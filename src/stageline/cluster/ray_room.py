@@ -13,13 +13,24 @@ from stageline.errors import ConfigError
 
 @dataclass(frozen=True)
 class Bundle:
-    """What one stage reserves, as Ray counts it."""
+    """What one stage reserves, as Ray counts it; Ray has it on one machine, or not at all.
+
+    Args:
+        num_ranks: how many processes share it.
+    """
 
     num_cpus: int
     num_gpus: int
+    num_ranks: int = 1
 
     def __str__(self) -> str:
-        return _amount(self.num_cpus, self.num_gpus)
+        amount = _amount(self.num_cpus, self.num_gpus)
+        return amount if self.num_ranks == 1 else f"{amount} on one machine (-tp {self.num_ranks})"
+
+    @property
+    def way_out(self) -> str:
+        """What would need less room at one place, with what joins it to other ways."""
+        return "" if self.num_ranks == 1 else ", or a smaller -tp"
 
     def resources(self) -> dict[str, float]:
         """As Ray names them; what is not needed is left out."""
@@ -66,12 +77,12 @@ def check_room(nodes: Sequence[RayNode], own_id: str, bundle: Bundle, num_stages
     if own is None or not own.room_for(bundle):
         raise ConfigError(
             f"the first stage runs on this machine and needs {bundle}, and Ray has not as much here. {view}; run this "
-            "on a node of Ray's that has, or give `ray start` there a larger --num-cpus or --num-gpus"
+            f"on a node of Ray's that has, or give `ray start` there a larger --num-cpus or --num-gpus{bundle.way_out}"
         )
     if (room := sum(node.room_for(bundle) for node in nodes)) < num_stages:
         raise ConfigError(
             f"--pipeline-parallel-size {num_stages} needs {num_stages} times {bundle}, and Ray has room for {room}. "
-            f"{view}; add nodes with `ray start --address`, or give at most -pp {room}"
+            f"{view}; add nodes with `ray start --address`, or give at most -pp {room}{bundle.way_out}"
         )
 
 

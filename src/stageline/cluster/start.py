@@ -40,11 +40,6 @@ def check_head(
             "--distributed-executor-backend in_process runs all stages in one process; leave it out to use several "
             "machines"
         )
-    if max(engine.ranks_per_stage) > 1:
-        raise ConfigError(
-            f"--tensor-parallel-size {engine.tensor_parallel_size} works within one machine only; leave it out, or "
-            "leave --nnodes out"
-        )
     num_stages, num_nodes = engine.pipeline_parallel_size, cluster.nnodes or 2
     if num_stages < num_nodes:
         raise ConfigError(

@@ -67,6 +67,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             send; the first rank's comes to `input_address`.
         more_output_addresses, more_token_output_addresses: of the receiving stage's other ranks. Each rank sends its
             part of the activations to all of them, tokens only the first.
+        sends_whole: activations go to another machine, so that this rank alone sends them, whole, to one rank there.
+        hand_on_addresses: of this stage's other ranks, which get by it what comes from another machine.
         input_dtype, output_dtype: how hidden states come in and go out: auto, int8 or fp8; neighbours agree.
         token_input_address: where the first stage gets sampled tokens from the last; None on others, for a single
             stage, and without look-ahead.
@@ -107,12 +109,19 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     more_input_addresses: list[str] = []
     more_output_addresses: list[str] = []
     more_token_output_addresses: list[str] = []
+    sends_whole: bool = False
+    hand_on_addresses: list[str] = []
     caller_name: str = ""
     access: LinkAccess = LinkAccess()
     calibration: Calibration | None = None
     weights: WeightSource | None = None
     slowdown: StageSlowdown = AS_FAST_AS_IT_IS
     input_delay_s: float = 0.0
+
+
+def meeting_file(socket_folder: str, stage_index: int) -> str:
+    """Where ranks of a stage that share no memory find one another."""
+    return f"{socket_folder}/s{stage_index}.ranks"
 
 
 class AssignLayers(msgspec.Struct, frozen=True, array_like=True, tag="assign_layers"):

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import zmq
 
 from stageline.executor.messages import LinkAccess, WorkerConfig
+from stageline.pipeline.rank_layout import StageRank
 
 
 class Channel(Protocol):
@@ -40,11 +41,11 @@ class RemoteStages(Protocol):
 
     @property
     def own_input(self) -> str:
-        """Where what other machines send to this one's first stage arrives."""
+        """Where what other machines send to this one's first stage arrives, at its first rank."""
         ...
 
     def input_of(self, stage_index: int) -> str:
-        """Where the stage before reaches this one: an address of another machine."""
+        """Where the stage before reaches this one's first rank: an address of another machine."""
         ...
 
     def machine_of(self, stage_index: int) -> str:
@@ -52,14 +53,14 @@ class RemoteStages(Protocol):
         ...
 
     def start(self, configs: Sequence[WorkerConfig]) -> None:
-        """Start the processes of these stages, all that are not here; what a machine knows better, it fills in."""
+        """Start these ranks, of all stages that are not here, in order; what a machine knows better, it fills in."""
         ...
 
-    def control(self, stage_index: int) -> Channel:
-        """To the thread that computes; in order, and only after the stage has said something."""
+    def control(self, place: StageRank) -> Channel:
+        """To the thread that computes; in order, and only after the rank has said something."""
         ...
 
-    def responder(self, stage_index: int) -> Channel:
+    def responder(self, place: StageRank) -> Channel:
         """To the thread that is never busy. What is sent before that is there gets lost."""
         ...
 

@@ -65,13 +65,14 @@ class StageProcesses:
 
     def channels(self) -> tuple[list[Channel], list[Channel]]:
         """To each stage's computing thread, and to the one that is never busy."""
-        local = [self._ipc(place) for place in self._ranks.all if place.stage_index < self._num_local]
+        places = self._ranks.all
+        local = [self._ipc(place) for place in places if place.stage_index < self._num_local]
         controls: list[Channel] = [self.links.sender(f"{prefix}.control") for prefix in local]
         responders: list[Channel] = [self.links.sender(f"{prefix}.ping") for prefix in local]
         if self._remote is not None:
-            for index in range(self._num_local, self._num_stages):
-                controls.append(self._remote.control(index))
-                responders.append(self._remote.responder(index))
+            for place in places[len(local) :]:
+                controls.append(self._remote.control(place))
+                responders.append(self._remote.responder(place))
         return controls, responders
 
     def start(self, stages: tuple[StageLayers, ...], asked: StageAsked) -> None:
@@ -80,25 +81,31 @@ class StageProcesses:
         num_local = sum(self._ranks.sizes[: self._num_local])
         cores = cores_per_stage(num_local, threads) if asked.config.bind_cores else None
         for stage in stages[: self._num_local]:
-            with _shared_memory(self._ranks.sizes[stage.stage_index]) as ranks_fd:
+            with ranks_memory(self._ranks.sizes[stage.stage_index]) as ranks_fd:
                 for process in self._ranks.of_stage(stage.stage_index):
                     config = self._config_of(stage, self._ranks.all[process], asked)
                     own_cores = cores[process] if cores else []
                     self.workers.append(WorkerProcess(replace(config, cores=own_cores, ranks_fd=ranks_fd)))
         if self._remote is not None:
             self._remote.start(
-                [self._config_of(part, StageRank(part.stage_index, 0), asked) for part in stages[self._num_local :]]
+                [
+                    self._config_of(part, self._ranks.all[process], asked)
+                    for part in stages[self._num_local :]
+                    for process in self._ranks.of_stage(part.stage_index)
+                ]
             )
 
     def _config_of(self, stage: StageLayers, place: StageRank, asked: StageAsked) -> WorkerConfig:
         index, prefix, config = stage.stage_index, self._ipc(place), asked.config
-        outputs = [] if stage.is_last else [inputs[place.rank] for inputs in self._inputs_of(index + 1)]
-        inputs = [] if stage.is_first else self._inputs_of(index)[place.rank]
-        token_outputs = self._token_addresses(config) if stage.is_last and place.rank == 0 else []
-        token_inputs = self._token_addresses(config) if stage.is_first else []
+        outputs, inputs = self._outputs_of(stage, place.rank), self._inputs_of(stage, place.rank)
+        token_inputs = self._token_addresses(config)
+        token_outputs = token_inputs if stage.is_last and place.rank == 0 else []
+        hands_on = stage.is_first and place.rank == 0 and self._remote is not None
         if self._num_stages == 1:
             # The first rank of a single stage has its own tokens.
             token_outputs, token_inputs = token_outputs[1:], ["", *token_inputs[1:]] if token_inputs else []
+        elif self._remote is not None:
+            token_outputs = token_outputs[:1]
         slowdown = parse_slowdown(environment.inject_slowdown(), self._num_stages)
         is_local = index < self._num_local
         return WorkerConfig(
@@ -127,9 +134,11 @@ class StageProcesses:
             rank=place.rank,
             num_ranks=self._ranks.sizes[index],
             device_index=self._ranks.process_of(index, place.rank),
+            sends_whole=self._crosses(index + 1),
+            hand_on_addresses=token_inputs[1:] if hands_on else [],
             input_dtype=self._sent_as(config, index),
             output_dtype=self._sent_as(config, index + 1),
-            token_input_address=(token_inputs[place.rank] or None) if token_inputs else None,
+            token_input_address=(token_inputs[place.rank] or None) if token_inputs and stage.is_first else None,
             token_output_address=token_outputs[0] if token_outputs else None,
             more_token_output_addresses=token_outputs[1:],
             access=LinkAccess() if self._remote is None or not is_local else self._remote.access,
@@ -146,30 +155,44 @@ class StageProcesses:
         rank = f".r{place.rank}" if place.rank else ""
         return f"ipc://{self._folder.path}/s{place.stage_index}{rank}"
 
-    def _inputs_of(self, stage_index: int) -> list[list[str]]:
-        """Where each rank of a stage gets what each rank of the stage before sends."""
-        if self._remote is not None and stage_index >= self._num_local:
-            return [[self._remote.input_of(stage_index)]]
-        senders = range(self._ranks.sizes[stage_index - 1])
-        places = [self._ranks.all[process] for process in self._ranks.of_stage(stage_index)]
-        return [[f"{self._ipc(place)}.input{sender or ''}" for sender in senders] for place in places]
+    def _inputs_of(self, stage: StageLayers, rank: int) -> list[str]:
+        """Where a rank gets what each rank of the stage before sends. Another machine says itself where, but for what
+        arrives over a network."""
+        if stage.is_first:
+            return []
+        if self._remote is not None and stage.stage_index >= self._num_local:
+            return [self._remote.input_of(stage.stage_index)] if rank == 0 else []
+        return rank_inputs(self._ipc(StageRank(stage.stage_index, rank)), self._ranks.sizes[stage.stage_index - 1])
+
+    def _outputs_of(self, stage: StageLayers, rank: int) -> list[str]:
+        """Where it sends its part: to each rank of the next stage. Between machines one rank sends all of it to one."""
+        receiver = stage.stage_index + 1
+        if stage.is_last:
+            return []
+        if self._remote is not None and receiver >= self._num_local:
+            return [self._remote.input_of(receiver)] if rank == 0 else []
+        senders = self._ranks.sizes[stage.stage_index]
+        ranks = range(self._ranks.sizes[receiver])
+        return [rank_inputs(self._ipc(StageRank(receiver, other)), senders)[rank] for other in ranks]
+
+    def _crosses(self, receiver: int) -> bool:
+        """Whether a stage's input comes from another machine."""
+        return 0 < receiver < self._num_stages and self._machine_of(receiver) != self._machine_of(receiver - 1)
 
     def _sent_as(self, config: EngineConfig, receiver: int) -> str:
         """How the hidden states for a stage travel: only between machines is it worth making them smaller."""
-        crosses = 0 < receiver < self._num_stages and self._machine_of(receiver) != self._machine_of(receiver - 1)
-        return config.activation_dtype if crosses else "auto"
+        return config.activation_dtype if self._crosses(receiver) else "auto"
 
     def _machine_of(self, stage_index: int) -> str:
         return "" if self._remote is None else self._remote.machine_of(stage_index)
 
     def _token_addresses(self, config: EngineConfig) -> list[str]:
         """Where the first stage's ranks get sampled tokens from the last stage, so that they need not go through the
-        engine."""
+        engine; from another machine only the first rank does, and hands them on."""
         if self._ranks.num_processes == 1 or not config.look_ahead:
             return []
-        if self._remote is not None:
-            return [self._remote.own_input]
-        return [f"{self._ipc(self._ranks.all[process])}.tokens" for process in self._ranks.of_stage(0)]
+        here = [f"{self._ipc(self._ranks.all[process])}.tokens" for process in self._ranks.of_stage(0)]
+        return here if self._remote is None else [self._remote.own_input, *here[1:]]
 
     def end(self, patience_s: float) -> None:
         """End the stages, those at once that have not left after `patience_s`. Can be repeated after an interrupt."""
@@ -196,8 +219,13 @@ class StageProcesses:
         self._folder.close()
 
 
+def rank_inputs(prefix: str, num_senders: int) -> list[str]:
+    """Where a rank listens for each rank of the stage before. Args: prefix: of the rank's own sockets."""
+    return [f"{prefix}.input{sender or ''}" for sender in range(num_senders)]
+
+
 @contextmanager
-def _shared_memory(num_ranks: int) -> Iterator[int]:
+def ranks_memory(num_ranks: int) -> Iterator[int]:
     """A file in memory, without a name, for the ranks of one stage to inherit; -1 if there is one rank, or no such file
     on this system."""
     if num_ranks == 1 or not hasattr(os, "memfd_create"):

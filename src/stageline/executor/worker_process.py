@@ -15,6 +15,7 @@ class WorkerProcess(ChildProcess):
     def __init__(self, config: WorkerConfig) -> None:
         self.stage_index = config.stage_index
         self.rank = config.rank
+        self.num_ranks = config.num_ranks
         inherited = () if config.ranks_fd < 0 else (config.ranks_fd,)
         threads = {"OMP_NUM_THREADS": str(config.num_threads)}
         super().__init__("stageline.worker", msgspec.msgpack.encode(config), inherited, environ=threads)

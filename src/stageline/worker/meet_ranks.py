@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stageline import kernels
-from stageline.executor.messages import WorkerConfig
+from stageline.executor.messages import WorkerConfig, meeting_file
 from stageline.parallel.shared_memory import SharedMemoryRanks, map_memory
 from stageline.parallel.tensor_parallel import ALONE, TensorParallel
 
@@ -18,6 +18,6 @@ def meet_ranks(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -
     if library is None or config.ranks_fd < 0:
         from stageline.parallel.process_group import ProcessGroupRanks  # importing it takes a while
 
-        meeting_file = f"{config.socket_folder}/s{config.stage_index}.ranks"
-        return ProcessGroupRanks(meeting_file, config.rank, config.num_ranks, device)
+        place = meeting_file(config.socket_folder, config.stage_index)
+        return ProcessGroupRanks(place, config.rank, config.num_ranks, device)
     return SharedMemoryRanks(library, map_memory(config.ranks_fd, config.num_ranks), config.rank, config.num_ranks)

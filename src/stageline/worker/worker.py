@@ -227,6 +227,7 @@ class Worker:
         self._more_inputs: list[zmq.Socket[bytes]] = []
         self._outputs: list[zmq.Socket[bytes]] = []
         self._token_outputs: list[zmq.Socket[bytes]] = []
+        self._hand_on = [self._links.sender(address) for address in self._config.hand_on_addresses]
         sizes = (self._stage.hidden_size, self._stage.dtype)
         self._input_codec = ActivationCodec(self._config.input_dtype, *sizes)
         self._output_codec = ActivationCodec(self._config.output_dtype, *sizes)
@@ -299,8 +300,11 @@ class Worker:
         """What the last stage sampled for this microbatch's pending rows."""
         assert self._token_input is not None
         microbatch = prepared.microbatch
+        frames = self._token_input.recv_multipart()
+        for sibling in self._hand_on:
+            sibling.send_multipart(frames)
         token_ids = check_token_frame(
-            self._token_input.recv_multipart(),
+            frames,
             microbatch.epoch,
             microbatch.number,
             self._num_tokens_received,
@@ -429,7 +433,10 @@ class Worker:
     def _receive_activation(self, prepared: PreparedMicrobatch) -> torch.Tensor:
         """The stage before's output for this microbatch; if it came as it was computed, still in its frame."""
         assert self._input is not None
-        frames = [frame.buffer for frame in self._input.recv_multipart(copy=False)]
+        received = self._input.recv_multipart(copy=False)
+        for sibling in self._hand_on:
+            sibling.send_multipart(received, copy=False)
+        frames = [frame.buffer for frame in received]
         microbatch = prepared.microbatch
         # The other senders are as far as the first: each waits for all in every layer.
         others = [[frame.buffer for frame in source.recv_multipart(copy=False)] for source in self._more_inputs]
@@ -461,7 +468,8 @@ class Worker:
                 microbatch.epoch, microbatch.number, self._num_sent, self._computing_s, self._slowest_s, start_s
             )
             body = self._output_codec.encode(output)
-            body = body[slice_of(body.nbytes, self._config.rank, self._config.num_ranks)]
+            if not self._config.sends_whole:
+                body = body[slice_of(body.nbytes, self._config.rank, self._config.num_ranks)]
             # Counted first: when the engine has the result, every stage's totals hold the microbatch.
             self._account.sent(body.nbytes)
             for socket in self._outputs:
