@@ -1,308 +1,182 @@
-"""What the network costs a pipeline of two machines: concurrency 1 to 64 over links of 0.1 Gbit/s and up.
+"""What the network costs a pipeline of two machines: 1 to 64 requests at once over loopback and 10 to 0.1 Gbit/s.
 
-    python -m benchmarks.network_sweep [MODEL] [--links loopback,10,2.5,1,0.1] [--concurrency 1,2,4,8,16,32,64]
-        [--rounds N] [--input-len N] [--output-len N] [--out docs/network_sweep]
+    python -m benchmarks.network_sweep [MODEL] [--links loopback,10,2.5,1,0.1] [--requests 1,2,4,8,16,32,64]
+        [--rounds N] [--repeats N] [--input-len N] [--output-len N] [--out docs/network_sweep] [--report]
 
-Needs root: the machines are network namespaces of this host, joined by veth pairs whose rate a token bucket limits, and
-links are encrypted as usual. For each link a head and a node are started, and `stageline bench serve` keeps so many
-requests running. `--out` gets the rows as .json, the table as .md and the picture as .png.
+Needs root: the machines are network namespaces of this host, joined by veth pairs whose rate a token bucket limits.
+Two pipelines run at the same time, of which one is always idle: `loopback` has both stages in one namespace, the other
+has its second stage in another one. Its link is shaped anew before each point (`unlimited`: not at all), so all links
+are measured by the same processes, in turn: what the machine does meanwhile is spread over them. All links are
+encrypted, loopback too, and all processes have all cores.
 
-Beside each measurement stands what the cost model says (stageline.cost.ring): what stages take is fitted to the spans
-of the loopback run, over the number of requests in a microbatch; what a hop takes follows from `stageline probe` on the
-same link. With M microbatches of C/M requests, the cycle, which is the TPOT, is max(R, M * slowest), and M is the best.
+Samples are added to `--out`.json (see benchmarks/network_record.py), so it may be run in short pieces; from it are made
+the table, .md, and the picture, .png; `--report` makes only these.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import numpy as np
+import psutil
+from benchmarks.network_record import (
+    LOOPBACK,
+    UNLIMITED,
+    Record,
+    Sample,
+    Setting,
+    Way,
+    as_markdown,
+    draw,
+    forwards_of,
+    load_record,
+    save_record,
+)
 from tests.cluster.machines import PORT, Node
 from tests.cluster.network import Network
 from tests.server.served import Served
 
 from stageline.checkpoint import open_checkpoint
-from stageline.cost.ring import Ring
 from stageline.links.key_file import write_new_key
 from stageline.timeline.span import Span
 
-LOOPBACK = "loopback"
 _PROBE_PORT = 29600
 _BYTES_PER_NUMBER = 2
-_WIDEST = 8
-_TIMELINE_S = 20
+_FIRST_LOAD = 16
+_FIRST_ROUNDS = 4
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """One run, or what is predicted for it. `link` is loopback, or a number of Gbit/s."""
+class Sweep:
+    """Args: stack: ends what is started here."""
 
-    link: str
-    concurrency: int
-    tokens_per_s: float
-    tpot_s: float
-    ttft_s: float
-    predicted_tokens_per_s: float = 0.0
-    predicted_tpot_s: float = 0.0
-    predicted_ttft_s: float = 0.0
-
-
-class Way(msgspec.Struct, frozen=True):
-    """A link as `stageline probe --json` tells it."""
-
-    round_trip_s: float
-    bytes_per_s: float
-
-
-@dataclass(frozen=True)
-class StageTimes:
-    """Fitted to spans: a stage's time for a microbatch, [stages] each.
-
-    Args:
-        fixed_s, row_s: with b decodes it takes fixed_s + b * row_s.
-        token_s: what a token of a prompt adds.
-        rest_s: what a token needs besides stages and hops, on loopback: sampling, engine, wake-ups.
-    """
-
-    fixed_s: tuple[float, ...]
-    row_s: tuple[float, ...]
-    token_s: tuple[float, ...]
-    rest_s: float = 0.0
-
-    def of(self, num_rows: float, num_prompt_tokens: float = 0.0) -> tuple[float, ...]:
-        return tuple(
-            fixed_s + num_rows * row_s + num_prompt_tokens * token_s
-            for fixed_s, row_s, token_s in zip(self.fixed_s, self.row_s, self.token_s, strict=True)
-        )
-
-
-class Setting:
-    """What stays the same over all runs."""
-
-    def __init__(self, args: argparse.Namespace, home: Path) -> None:
-        self.model = os.path.abspath(args.model or demo_model())
-        self.hidden_bytes = open_checkpoint(self.model).spec.hidden_size * _BYTES_PER_NUMBER
-        self.concurrencies = [int(text) for text in args.concurrency.split(",")]
-        self.rounds, self.input_len, self.output_len = args.rounds, args.input_len, args.output_len
-        self.home = home
-        self.key = ["--cluster-key-file", str(home / "key")]
+    def __init__(self, model: str, setting: Setting, num_rounds: int, home: Path, stack: ExitStack) -> None:
+        self._model, self._setting, self._num_rounds, self._home, self._stack = model, setting, num_rounds, home, stack
+        self._network = Network(2)
+        stack.callback(self._network.close)
+        self._key = ["--cluster-key-file", str(home / "key")]
         write_new_key(str(home / "key"))
+        self._heads: dict[bool, Served] = {}
+        self._nodes: dict[Served, Node] = {}
+        # No prompt comes twice, so none is cached.
+        self._seeds = itertools.count()
 
+    def measure(self, link: str, num_requests: int) -> tuple[Sample, list[Span]]:
+        """Keep so many requests running, for some rounds of them. Returns: also the spans of the run's end."""
+        self._shape(link)
+        head = self._head(is_near=link == LOOPBACK)
+        began_s, busy_s = time.monotonic(), self._cpu_s(head)
+        report = self._load(head, num_requests, self._num_rounds)
+        busy_s, took_s = self._cpu_s(head) - busy_s, time.monotonic() - began_s
+        sample = Sample(
+            link,
+            num_requests,
+            tokens_per_s=report["output_throughput"],
+            tpot_s=report["mean_tpot_ms"] / 1e3,
+            ttft_s=report["mean_ttft_ms"] / 1e3,
+            cpu_s=busy_s / (num_requests * self._num_rounds * self._setting.output_len),
+        )
+        with self._network.inside(0):
+            status, body = head.get(f"/debug/timeline?seconds={took_s:.1f}")
+        assert status == 200, body
+        return sample, msgspec.convert(body["spans"], list[Span])
 
-def run_link(setting: Setting, network: Network, link: str) -> tuple[Way, list[Measured], list[Span]]:
-    """Start the pipeline over one link, probe the link, and load it."""
-    is_near = link == LOOPBACK
-    there = 0 if is_near else 1
-    head_host, node_host = ("127.0.0.1",) * 2 if is_near else (network.address(0), network.address(1))
-    if not is_near:
-        for machine in (0, 1):
-            network.shape(machine, float(link) * 1e9)
-    way = probe(setting, network, there, node_host)
-    with ExitStack() as stack:
-        where = ["-pp", "2", "--nnodes", "2", "--master-addr", head_host, "--master-port", str(PORT)]
+    def _cpu_s(self, head: Served) -> float:
+        """Of its processes, of its node's, and of the load generators that ended."""
+        ended = os.times()
+        agents = [psutil.Process(one.process.pid) for one in (head, self._nodes[head])]
+        times = [process.cpu_times() for agent in agents for process in (agent, *agent.children(recursive=True))]
+        return ended.children_user + ended.children_system + sum(one.user + one.system for one in times)
+
+    def probe(self, link: str) -> Way:
+        self._shape(link)
+        there, host = self._place(is_near=link == LOOPBACK)
+        with self._network.inside(there):
+            listener = Node("probe", "--listen", f"{host}:{_PROBE_PORT}", *self._key, home=self._home)
+        try:
+            listener.wait_for_line("answering probes")
+            with self._network.inside(0):
+                command = ["probe", host, "--port", str(_PROBE_PORT), "--json", *self._key]
+                done = subprocess.run(_stageline(*command), check=True, capture_output=True, timeout=60)
+            [way] = json.loads(done.stdout)
+            return Way(way["round_trip_s"], way["bytes_per_s"])
+        finally:
+            listener.destroy()
+
+    def _place(self, is_near: bool) -> tuple[int, str]:
+        """The second stage's machine, and its address."""
+        return (0, "127.0.0.1") if is_near else (1, self._network.address(1))
+
+    def _shape(self, link: str) -> None:
+        for machine in (0, 1) if link != LOOPBACK else ():
+            if link == UNLIMITED:
+                self._network.unshape(machine)
+            else:
+                self._network.shape(machine, float(link) * 1e9)
+
+    def _head(self, is_near: bool) -> Served:
+        """Started when it is needed first."""
+        if is_near in self._heads:
+            return self._heads[is_near]
+        there, _ = self._place(is_near)
+        address = "127.0.0.1" if is_near else self._network.address(0)
+        where = ["-pp", "2", "--nnodes", "2", "--master-addr", address, "--master-port", str(PORT)]
         memory = ["--kv-cache-memory", "256MiB", "--dtype", "auto", "--max-model-len", "1024"]
-        with network.inside(0):
-            head = Served(setting.model, *memory, *where, *setting.key, home=setting.home)
-        stack.callback(head.destroy)
-        (setting.home / f"node-{link}").mkdir()
-        words = ["join", f"{head_host}:{PORT}", "--no-bind-cores", *setting.key]
-        with network.inside(there):
-            node = Node(*words, home=setting.home / f"node-{link}")
-        stack.callback(node.destroy)
+        with self._network.inside(0):
+            head = Served(self._model, *memory, *where, *self._key, home=self._home)
+        self._stack.callback(head.destroy)
+        node_home = self._home / f"node-{is_near}"
+        node_home.mkdir()
+        with self._network.inside(there):
+            node = Node("join", f"{address}:{PORT}", "--no-bind-cores", *self._key, home=node_home)
+        self._stack.callback(node.destroy)
+        self._nodes[head] = node
         head.wait_until_ready()
-        rows, spans = [], []
-        load(setting, network, head, 4)  # so that what is compiled or cached at first use is there
-        for concurrency in setting.concurrencies:
-            report = load(setting, network, head, concurrency)
-            rows.append(
-                Measured(
-                    link, concurrency, report["output_throughput"], report["mean_tpot_ms"] / 1e3,
-                    report["mean_ttft_ms"] / 1e3,
-                )
-            )  # fmt: skip
-            print(f"{link}, {concurrency} requests: {rows[-1].tokens_per_s:.0f} tokens/s", file=sys.stderr, flush=True)
-            if is_near:
-                spans += recent_spans(network, head)
-    return way, rows, spans
+        # What is compiled, cached or fitted at first use shall be there.
+        self._load(head, _FIRST_LOAD, _FIRST_ROUNDS)
+        self._heads[is_near] = head
+        return head
+
+    def _load(self, head: Served, num_requests: int, num_rounds: int) -> dict[str, float]:
+        result = self._home / "bench.json"
+        words = [
+            "bench", "serve", "--base-url", f"http://127.0.0.1:{head.port}", "--max-concurrency", str(num_requests),
+            "--num-prompts", str(num_requests * num_rounds), "--input-len", str(self._setting.input_len),
+            "--output-len", str(self._setting.output_len), "--range-ratio", "0", "--ignore-eos", "--temperature", "0",
+            "--num-warmup", "0", "--seed", str(next(self._seeds)), "--output", str(result),
+        ]  # fmt: skip
+        with self._network.inside(0):
+            subprocess.run(_stageline(*words), check=True, capture_output=True, timeout=1800)
+        report = json.loads(result.read_text())
+        return dict(report[0] if isinstance(report, list) else report)
 
 
-def probe(setting: Setting, network: Network, there: int, host: str) -> Way:
-    with network.inside(there):
-        listener = Node("probe", "--listen", f"{host}:{_PROBE_PORT}", *setting.key, home=setting.home)
-    try:
-        listener.wait_for_line("answering probes")
-        with network.inside(0):
-            command = ["probe", host, "--port", str(_PROBE_PORT), "--json", *setting.key]
-            done = subprocess.run(_stageline(*command), check=True, capture_output=True, timeout=60)
-        [way] = json.loads(done.stdout)
-        return Way(way["round_trip_s"], way["bytes_per_s"])
-    finally:
-        listener.destroy()
-
-
-def load(setting: Setting, network: Network, head: Served, concurrency: int) -> dict[str, float]:
-    """Keep so many requests running, for `rounds` of them each."""
-    result = setting.home / "bench.json"
-    words = [
-        "bench", "serve", "--base-url", f"http://127.0.0.1:{head.port}", "--max-concurrency", str(concurrency),
-        "--num-prompts", str(concurrency * setting.rounds), "--input-len", str(setting.input_len),
-        "--output-len", str(setting.output_len), "--range-ratio", "0", "--ignore-eos", "--temperature", "0",
-        "--num-warmup", "0", "--output", str(result),
-    ]  # fmt: skip
-    with network.inside(0):
-        subprocess.run(_stageline(*words), check=True, capture_output=True, timeout=1800)
-    report = json.loads(result.read_text())
-    return report[0] if isinstance(report, list) else report
-
-
-def recent_spans(network: Network, head: Served) -> list[Span]:
-    with network.inside(0):
-        status, body = head.get(f"/debug/timeline?seconds={_TIMELINE_S}")
-    assert status == 200, body
-    return msgspec.convert(body["spans"], list[Span])
-
-
-def fit(spans: Sequence[Span], num_stages: int) -> StageTimes:
-    """What a stage's forward takes, by decodes and prompt tokens in it.
-
-    Least squares over the medians of microbatches with equally many rows: one that was interrupted does not count.
-    """
-    fitted = []
-    for stage in range(num_stages):
-        own = [span for span in spans if span.stage_index == stage and span.kind == "forward" and span.num_rows]
-        decodes = [span for span in own if span.num_tokens == span.num_rows]
-        by_rows: dict[int, list[float]] = {}
-        for span in decodes:
-            by_rows.setdefault(span.num_rows, []).append(span.end_s - span.start_s)
-        weights = np.sqrt([len(times_s) for times_s in by_rows.values()])
-        columns = np.array([[1.0, num_rows] for num_rows in by_rows])
-        medians_s = np.array([statistics.median(times_s) for times_s in by_rows.values()])
-        fit_s = np.linalg.lstsq(columns * weights[:, None], medians_s * weights, rcond=None)[0]
-        fixed_s, row_s = np.maximum(fit_s, 0.0)
-        more = [
-            (span.end_s - span.start_s - fixed_s - row_s * span.num_rows) / (span.num_tokens - span.num_rows)
-            for span in own
-            if span.num_tokens > span.num_rows
-        ]
-        fitted.append((float(fixed_s), float(row_s), max(0.0, statistics.median(more)) if more else float(row_s)))
-    fixed, row, token = zip(*fitted, strict=True)
-    return StageTimes(fixed, row, token)
-
-
-def predict(times: StageTimes, way: Way, hidden_bytes: int, concurrency: int, input_len: int) -> tuple[float, float]:
-    """Returns: TPOT and TTFT in seconds."""
-    cycle_s, num_microbatches = min(
-        (ring(times, way, hidden_bytes, concurrency / number).cycle_s(number), number)
-        for number in range(1, min(concurrency, _WIDEST) + 1)
-    )
-    own = ring(times, way, hidden_bytes, concurrency / num_microbatches, input_len)
-    # A prompt waits for half a turn on average, unless it is alone.
-    wait_s = cycle_s / num_microbatches / 2 if concurrency > 1 else 0.0
-    return cycle_s, wait_s + own.ring_s
-
-
-def ring(times: StageTimes, way: Way, hidden_bytes: int, num_rows: float, num_prompt_tokens: float = 0.0) -> Ring:
-    stages_s = times.of(num_rows, num_prompt_tokens)
-    wire_s = (num_rows + num_prompt_tokens) * hidden_bytes / way.bytes_per_s
-    num_hops = len(stages_s) - 1
-    return Ring(
-        stages_s,
-        hops_s=(way.round_trip_s / 2 + wire_s,) * num_hops,
-        wires_s=(wire_s,) * num_hops,
-        sampling_s=times.rest_s,
-        return_s=way.round_trip_s / 2,
-    )
-
-
-def with_predictions(
-    setting: Setting, rows: Sequence[Measured], ways: dict[str, Way], spans: Sequence[Span]
-) -> list[Measured]:
-    times = fit(spans, num_stages=2)
-    alone = next((row for row in rows if row.link == LOOPBACK and row.concurrency == 1), None)
-    if alone is not None:
-        rest_s = max(0.0, alone.tpot_s - ring(times, ways[LOOPBACK], setting.hidden_bytes, 1).ring_s)
-        times = StageTimes(times.fixed_s, times.row_s, times.token_s, rest_s)
-    predicted = []
-    for row in rows:
-        tpot_s, ttft_s = predict(times, ways[row.link], setting.hidden_bytes, row.concurrency, setting.input_len)
-        # A request's place is empty while it waits for its first token.
-        request_s = ttft_s + tpot_s * (setting.output_len - 1)
-        rate = row.concurrency * setting.output_len / request_s
-        predicted.append(
-            msgspec.structs.replace(
-                row, predicted_tokens_per_s=rate, predicted_tpot_s=tpot_s, predicted_ttft_s=ttft_s
-            )
-        )
-    return predicted
-
-
-def as_markdown(setting: Setting, rows: Sequence[Measured], ways: dict[str, Way]) -> str:
-    near = {row.concurrency: row.tokens_per_s for row in rows if row.link == LOOPBACK}
-    lines = [
-        "# What the network costs a pipeline of two machines",
-        "",
-        f"{Path(setting.model).name}, two stages, prompts of {setting.input_len} tokens, answers of "
-        f"{setting.output_len}; each cell: measured (predicted). Made by `python -m benchmarks.network_sweep`, which "
-        "tells how.",
-        "",
-        "| link | round trip | bandwidth |",
-        "|---|---|---|",
-        *(
-            f"| {_name(link)} | {way.round_trip_s * 1e3:.2f} ms | {way.bytes_per_s * 8 / 1e9:.2f} Gbit/s |"
-            for link, way in ways.items()
-        ),
-        "",
-        "| link | requests | tokens/s | of loopback | TPOT, ms | TTFT, ms |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        share = f"{row.tokens_per_s / near[row.concurrency]:.1%}" if row.concurrency in near else ""
-        lines.append(
-            f"| {_name(row.link)} | {row.concurrency} | {row.tokens_per_s:.0f} ({row.predicted_tokens_per_s:.0f}) "
-            f"| {share} | {row.tpot_s * 1e3:.1f} ({row.predicted_tpot_s * 1e3:.1f}) "
-            f"| {row.ttft_s * 1e3:.0f} ({row.predicted_ttft_s * 1e3:.0f}) |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def draw(path: Path, rows: Sequence[Measured]) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle("Two stages over links of different speed: measured (lines), predicted (dashed)")
-    curves = (
-        ("tokens/s", lambda row: (row.tokens_per_s, row.predicted_tokens_per_s)),
-        ("TPOT, ms", lambda row: (row.tpot_s * 1e3, row.predicted_tpot_s * 1e3)),
-        ("TTFT, ms", lambda row: (row.ttft_s * 1e3, row.predicted_ttft_s * 1e3)),
-    )
-    for axes, (name, curve) in zip(figure.subplots(1, len(curves)), curves, strict=True):
-        for index, link in enumerate(dict.fromkeys(row.link for row in rows)):
-            own = [row for row in rows if row.link == link]
-            requests = [row.concurrency for row in own]
-            axes.plot(requests, [curve(row)[0] for row in own], "o-", color=f"C{index}", label=_name(link))
-            axes.plot(requests, [curve(row)[1] for row in own], "--", color=f"C{index}", alpha=0.6)
-        axes.set(xlabel="requests at once", ylabel=name, ylim=(0, None))
-        axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.savefig(path, format="png", dpi=120)
-
-
-def _name(link: str) -> str:
-    return link if link == LOOPBACK else f"{link} Gbit/s"
+def sweep(record: Record, model: str, args: argparse.Namespace) -> None:
+    links, numbers = args.links.split(","), [int(text) for text in args.requests.split(",")]
+    path = args.out.with_suffix(".json")
+    with tempfile.TemporaryDirectory(prefix="home-") as home, ExitStack() as stack:
+        running = Sweep(model, record.setting, args.rounds, Path(home), stack)
+        for link in links:
+            if link not in record.ways:
+                record.ways[link] = running.probe(link)
+        for _ in range(args.repeats):
+            for number in numbers:
+                for link in links:
+                    sample, spans = running.measure(link, number)
+                    record.samples.append(sample)
+                    if link == LOOPBACK:
+                        record.forwards += forwards_of(spans)
+                    save_record(path, record)
+                    print(f"{link}, {number} requests: {sample.tokens_per_s:.0f} tokens/s", file=sys.stderr, flush=True)
 
 
 def _stageline(*words: str) -> list[str]:
@@ -319,33 +193,38 @@ def demo_model() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="default: the demo model")
-    parser.add_argument("--links", default=f"{LOOPBACK},10,2.5,1,0.1", help="loopback must be one of them")
-    parser.add_argument("--concurrency", default="1,2,4,8,16,32,64")
+    parser.add_argument("--links", default=f"{LOOPBACK},10,2.5,1,0.1")
+    parser.add_argument("--requests", default="1,2,4,8,16,32,64")
     parser.add_argument("--rounds", type=int, default=4, help="requests per place")
+    parser.add_argument("--repeats", type=int, default=1, help="samples of each point")
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--out", type=Path, default=Path("docs/network_sweep"))
+    parser.add_argument("--report", action="store_true", help="measure nothing")
     args = parser.parse_args()
-    links = args.links.split(",")
-    rows: list[Measured] = []
-    spans: list[Span] = []
-    ways: dict[str, Way] = {}
-    with tempfile.TemporaryDirectory(prefix="home-") as home:
-        setting = Setting(args, Path(home))
-        network = Network(2)
-        try:
-            for link in links:
-                ways[link], its_rows, its_spans = run_link(setting, network, link)
-                rows += its_rows
-                spans += its_spans
-        finally:
-            network.close()
-        rows = with_predictions(setting, rows, ways, spans)
-        text = as_markdown(setting, rows, ways)
-    args.out.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(rows)))
-    args.out.with_suffix(".md").write_text(text + f"\n![measured and predicted]({args.out.stem}.png)\n")
-    draw(args.out.with_suffix(".png"), rows)
+    model = os.path.abspath(args.model or demo_model())
+    hidden_bytes = open_checkpoint(model).spec.hidden_size * _BYTES_PER_NUMBER
+    setting = Setting(Path(model).name, hidden_bytes, os.cpu_count() or 1, args.input_len, args.output_len)
+    record = load_record(args.out.with_suffix(".json"), setting)
+    if not args.report:
+        sweep(record, model, args)
+    text = as_markdown(record)
+    picture = args.out.with_suffix(".png")
+    draw(picture, record)
+    args.out.with_suffix(".md").write_text(HEADING + text + f"\n![measured and predicted]({picture.name})\n")
     print(text)
+
+
+HEADING = """# What the network costs a pipeline of two machines
+
+Two machines are two network namespaces of one host, joined by a link whose rate a token bucket limits; on loopback both
+stages are in one namespace. Links are encrypted everywhere. Both stages, the server and its clients share the host's
+cores, so the absolute figures are those of a busy small machine, and points of few samples differ by a tenth or more
+without a reason of the network's. All links are measured by the same processes in turn; "of loopback" compares samples
+of the same turn. Made by `python -m benchmarks.network_sweep`, whose first lines tell how; samples may be added in
+short pieces, with `--links` and `--requests`.
+
+"""
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ class Network:
             _ip("-n", names[0], "link", "del", "eth1")
 
     def unshape(self, machine: int) -> None:
-        """What `shape` limited is unlimited again."""
-        command = ["tc", "-n", self._machines[machine], "qdisc", "del", "dev", "eth0", "root"]
+        """What `shape` limited, if it did, is unlimited again."""
+        command = ["tc", "-n", self._machines[machine], "qdisc", "replace", "dev", "eth0", "root", "noqueue"]
         subprocess.run(command, check=True, capture_output=True, timeout=20)
 
     def part(self, machines: Sequence[int], are_parted: bool = True) -> None:
