@@ -27,7 +27,7 @@ from tests.tiny_models import TinyModel
 pytestmark = pytest.mark.timeout(240)
 
 WRONG_START_S = 20.0
-QUICKLY = ["--heartbeat-timeout-s", "2"]
+QUICKLY = ["--heartbeat-timeout-s", "3"]
 
 
 class Cluster:

@@ -55,7 +55,7 @@ def _received(node: Node, seen: int) -> tuple[int, int]:
 def test_a_machine_without_the_model_answers_as_one_that_has_it_and_keeps_what_it_got(
     several: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = several.serve(2, "--nnodes", "2", "--heartbeat-timeout-s", "2")
+    head = several.serve(2, "--nnodes", "2", "--heartbeat-timeout-s", "3")
     folder = _cache_with_kernels(tmp_path / "cache") / "models"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     node = several.join(1, "--model-source", "peer", "--model", "/no/such/model")

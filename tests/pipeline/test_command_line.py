@@ -37,7 +37,7 @@ def test_generate_gives_the_same_tokens_on_one_stage_and_on_two(model: str) -> N
 
 
 def test_a_piped_conversation_is_answered_and_ends_with_the_input(model: str) -> None:
-    run = _stageline("chat", model, "-pp", "2", "--max-tokens", "4", "--temperature", "0", typed="hi\n/reset\nhi\n")
+    run = _stageline("chat", model, "--max-tokens", "4", "--temperature", "0", typed="hi\n/reset\nhi\n")
     assert run.returncode == 0, run.stderr
     half = len(run.stdout) // 2
     assert run.stdout and run.stdout[:half] == run.stdout[half:]

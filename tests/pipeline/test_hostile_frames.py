@@ -231,7 +231,7 @@ def check(stage: LastStage, expected: list[tuple[int, list[int]]]) -> None:
         assert stage.results[: len(expected)] == expected
 
 
-MANY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @MANY

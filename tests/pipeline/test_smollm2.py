@@ -45,9 +45,7 @@ def _answer(model: Any, tokenizer: Any, conversation: list[dict[str, str]]) -> t
     ("num_stages", "backend", "partition"),
     [
         (1, "in_process", None),
-        (2, "multi_process", None),
-        (3, "in_process", "1,28,1"),
-        (3, "multi_process", None),
+        (3, "multi_process", "1,28,1"),
         (5, "in_process", None),
     ],
 )
