@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError
 from stageline.executor.messages import LinkAccess
+from tests.cluster.machines import sharing_memory
 from tests.cluster.network import Network
 from tests.cluster.ray_nodes import RayNodes, ray_nodes
 from tests.server.served import Served
@@ -35,7 +38,7 @@ FLAGS = ["--distributed-executor-backend", "ray", "--master-port", "29800"]
 @pytest.fixture(scope="module")
 def ray(network: Network) -> Iterator[RayNodes]:
     with ray_nodes(network) as nodes:
-        for machine, num_devices in enumerate((1, 2, 2)):
+        for machine, num_devices in enumerate((2, 4, 4)):
             nodes.start(machine, num_devices)
         yield nodes
 
@@ -76,7 +79,7 @@ def _words(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_a_pipeline_on_ray_answers_as_one_process_does_and_a_lost_machine_is_replaced_by_another(
+def test_a_pipeline_on_ray_answers_as_one_process_does_and_lost_ranks_and_machines_are_replaced(
     network: Network, ray: RayNodes, tiny_model: str, tmp_path: Path
 ) -> None:
     from stageline import LLM, SamplingParams
@@ -85,12 +88,17 @@ def test_a_pipeline_on_ray_answers_as_one_process_does_and_a_lost_machine_is_rep
     with LLM(tiny_model, distributed_executor_backend="in_process", **settings) as alone:
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         expected = alone.generate("Hello", params)[0].outputs[0].text
-    with served(network, ray, tiny_model, tmp_path, "-pp", "3") as server:
+    with served(network, ray, tiny_model, tmp_path, "-pp", "3", "-tp", "1,2,1") as server:
         server.wait_until_ready()
         where = server.wait_for_line(r"Ray has room for the stages: 1 here, 2 on (\S+)")[1]
         machine, other = (1, 2) if where == network.address(1) else (2, 1)
         assert _complete(network, server) == expected
-        assert len(_stages_of(server.process.pid)) == 2
+        stages, seen = _stages_of(server.process.pid), len(server.lines)
+        assert len(stages) == 3
+        os.kill(max(sharing_memory(stages)), signal.SIGKILL)
+        server.wait_for_line(r"stage 1 \(s1\) was lost: .*rank [01]: .*the pipeline is started again", seen)
+        server.wait_for_line("the pipeline is complete again", seen)
+        assert _complete(network, server) == expected
         seen = len(server.lines)
         ray.kill(machine)
         server.wait_for_line(r"was lost: .*the pipeline is started again", seen)
@@ -104,26 +112,26 @@ def test_a_pipeline_on_ray_answers_as_one_process_does_and_a_lost_machine_is_rep
         assert not any(psutil.pid_exists(pid) and _words(psutil.Process(pid)) for pid in stages)
 
 
-def test_with_gpus_each_stage_has_one_that_ray_keeps_for_it_and_for_nobody_else(
+def test_with_gpus_each_rank_has_one_that_ray_keeps_for_it_and_for_nobody_else(
     network: Network, ray: RayNodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray.address)
-    engine = EngineConfig(model="m", pipeline_parallel_size=3, device="cuda")
+    engine = EngineConfig(model="m", pipeline_parallel_size=3, tensor_parallel_size=2, device="cuda")
     with network.inside(0):
         fleet = RayFleet(engine, ClusterConfig(join_timeout_s=WRONG_START_S), LinkAccess())
         try:
-            with pytest.raises(ConfigError, match=r"Ray has had no room for 3 times 1 CPU, 1 GPU for 1 s\. Ray has"):
+            with pytest.raises(ConfigError, match=r"Ray has had no room for 3 times 2 CPUs, 2 GPUs on one machine"):
                 RayFleet(engine, ClusterConfig(join_timeout_s=1.0), LinkAccess())
         finally:
             fleet.close()
-    assert fleet.own_gpus == ["0"]
+    assert fleet.own_gpus == ["0", "1"]
     assert (fleet.cluster.stages, fleet.cluster.nnodes) == (1, 2)
 
 
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        ("", r"--pipeline-parallel-size 6 needs 6 times 1 CPU, and Ray has room for [35]\. Ray has [23] nodes"),
+        ("", r"6 times 2 CPUs on one machine \(-tp 2\), and Ray has room for [35]\. Ray has [23] nodes .*smaller -tp"),
         ("10.77.0.1:9", r"no Ray cluster can be reached: RAY_ADDRESS is 10\.77\.0\.1:9: Connection refused\. Start"),
     ],
     ids=["no room", "no Ray"],
@@ -133,7 +141,7 @@ def test_a_wrong_start_is_told_in_time_in_one_line(
 ) -> None:
     model = str(TinyModel(num_layers=6).write(tmp_path / "model"))
     began_s = time.monotonic()
-    with served(network, ray, model, tmp_path, "-pp", "6", address=address) as server:
+    with served(network, ray, model, tmp_path, "-tp", "2", "-pp", "6", address=address) as server:
         assert server.finish() == 2
         assert re.search(words, server.lines[-1]), server.log
     assert time.monotonic() - began_s < WRONG_START_S

@@ -39,6 +39,14 @@ def test_the_first_stage_needs_room_on_this_machine() -> None:
             _check(nodes, 1, own_id)
 
 
+def test_ranks_of_a_stage_need_room_on_one_machine_and_the_smaller_number_is_the_way_out() -> None:
+    both = Bundle(num_cpus=2, num_gpus=2, num_ranks=2)
+    nodes = [RayNode(name, f"10.0.0.{name}", num_cpus=3, num_gpus=3) for name in "123"]
+    _check(nodes, 3, "1", both)
+    with pytest.raises(ConfigError, match=r"4 times 2 CPUs, 2 GPUs on one machine \(-tp 2\), .* for 3\. .*smaller -tp$"):
+        _check(nodes, 4, "1", both)
+
+
 def test_stages_of_one_node_are_neighbours_and_this_machines_come_first() -> None:
     assert stages_by_node(["a", "b", "c", "b", "a"], "a") == {"a": [0, 4], "b": [1, 3], "c": [2]}
 
@@ -58,6 +66,7 @@ def test_a_placement_is_a_cluster_as_flags_would_name_it() -> None:
         (ClusterConfig(nnodes=2), "leave --nnodes out"),
         (ClusterConfig(stages=1), "leave --stages out"),
         (ClusterConfig(node_rank=1), "leave --node-rank out"),
+        (ClusterConfig(node_rank=1, headless=True), "leave --headless out"),
     ],
 )
 def test_what_ray_decides_cannot_be_asked_for(
