@@ -43,7 +43,7 @@ def test_ranks_of_a_stage_need_room_on_one_machine_and_the_smaller_number_is_the
     both = Bundle(num_cpus=2, num_gpus=2, num_ranks=2)
     nodes = [RayNode(name, f"10.0.0.{name}", num_cpus=3, num_gpus=3) for name in "123"]
     _check(nodes, 3, "1", both)
-    with pytest.raises(ConfigError, match=r"4 times 2 CPUs, 2 GPUs on one machine \(-tp 2\), .* for 3\. .*smaller -tp$"):
+    with pytest.raises(ConfigError, match=r"4 times 2 CPUs, 2 GPUs on one machine \(-tp 2\), .* 3\. .*smaller -tp$"):
         _check(nodes, 4, "1", both)
 
 
