@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,13 @@ if [ "$1" = --version ]; then echo 1; exit 0; fi
 echo "some context" >&2
 echo "no such flag" >&2
 exit 1
+"""
+
+# Tells who it is and who started it, and is never done.
+ENDLESS = """#!/bin/sh
+if [ "$1" = --version ]; then echo 1; exit 0; fi
+echo $$ $PPID > "{started}"
+exec /bin/sleep 600
 """
 
 
@@ -121,6 +129,35 @@ def test_a_failing_compiler_leaves_nothing_and_its_last_words_are_told(machine: 
     with pytest.raises(build.KernelBuildError, match="no such flag"):
         build.build_library(machine.cache)
     assert [path.name for path in machine.cache.iterdir()] == ["lock"]
+
+
+def test_compilers_do_not_outlive_who_started_them_and_leave_nothing(machine: Machine, tmp_path: Path) -> None:
+    """Killed, so that nothing can be done about it there."""
+    os.mkfifo(tmp_path / "started")
+    machine.install(ENDLESS.format(started=tmp_path / "started"))
+    program = (
+        "import pathlib\n"
+        "from stageline.kernels import build\n"
+        f"build.PACKAGE = pathlib.Path({str(machine.package)!r})\n"
+        f"build.build_library(pathlib.Path({str(machine.cache)!r}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as starter, (tmp_path / "started").open() as started:
+        processes = [os.pidfd_open(int(pid)) for pid in started.readline().split()]
+        starter.kill()
+        for process in processes:
+            assert select.select([process], [], [], 60)[0], "it goes on"
+            os.close(process)
+    assert [path.name for path in machine.cache.iterdir()] == ["lock"]
+
+
+def test_first_use_compiles_the_variant_that_this_machine_runs_best(machine: Machine) -> None:
+    machine.install_working()
+    [best, *others] = build.runnable_variants()
+    assert build.build_library(machine.cache).name.startswith(f"kernels-{best}-")
+    compiled = machine.calls.read_text()
+    assert f"-DSTAGELINE_VARIANT={best}" in compiled
+    assert not any(f"-DSTAGELINE_VARIANT={other}" in compiled for other in others)
+    assert build.build_library(machine.cache, "portable").name.startswith("kernels-portable-")
 
 
 @pytest.mark.parametrize("compiler", [None, BROKEN, COMPILER.format(version=1, calls="/dev/null")])

@@ -40,11 +40,12 @@ def load_kernels(choice: str) -> CpuKernels | None:
     if choice == "torch":
         return None
     try:
-        loaded = KernelLibrary(build_library(environment.cache_directory()))
+        loaded = KernelLibrary(build_library(environment.cache_directory(), None if choice == "auto" else choice))
     except (KernelBuildError, OSError) as error:
         logger.warning("no compiled CPU kernels, torch computes instead, several times slower: %s", error)
         return None
     runnable = [variant for variant in variant_flags() if loaded.can_run(variant)]
     if choice != "auto" and choice not in runnable:
         raise ConfigError(f"STAGELINE_KERNELS is {choice!r}, but this machine can run only {', '.join(runnable)}")
-    return loaded.variant(runnable[0] if choice == "auto" else choice)
+    held = [variant for variant in runnable if loaded.holds(variant)]
+    return loaded.variant(held[0] if choice == "auto" else choice)

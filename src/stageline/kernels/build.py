@@ -2,7 +2,9 @@
 
 One idea: the library's name is a hash of what goes into it, so it is never out of date; it is compiled under another
 name and renamed when complete, so it is never seen half-made. Processes that start together wait for the first one's
-compiler instead of starting their own. setup.py loads this file by its path, so it needs the standard library only.
+compilers instead of starting their own, and compilers do not outlive who started them. An installation compiles all
+variants, for other machines may get them; first use compiles the one that it needs. setup.py loads this file by its
+path and first use runs it as a program, so it needs the standard library only.
 """
 
 from __future__ import annotations
@@ -14,10 +16,15 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import stat
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,9 +41,20 @@ _X86_VARIANTS = {
     ),
     "avx2": ("-mavx2", "-mfma"),
 }
+# As /proc/cpuinfo calls what these need.
+_X86_FEATURES = {
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni", "avx2", "fma"},
+    "avx2": {"avx2", "fma"},
+}
+_CPU_INFO = Path("/proc/cpuinfo")
 _WITHOUT_VARIANTS = ("program", "supported")
 _PRIVATE = 0o700
 _COMPILER_LIMIT_S = 300
+_UNFINISHED = "unfinished-"
+# Nobody waits for this process's library any more.
+_is_over = threading.Event()
+# Of one variant on one core; for the log.
+_USUAL_CORE_S = 18
 
 
 class KernelBuildError(Exception):
@@ -49,11 +67,22 @@ def variant_flags() -> dict[str, tuple[str, ...]]:
     return {**x86, "portable": ()}
 
 
-def build_library(cache_directory: Path) -> Path:
-    """The shared library of all variants: the package's own, or the cache's, compiled now if it is in neither.
+def runnable_variants() -> list[str]:
+    """Those that this machine has the instructions for, fastest first; all where it does not say."""
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:
+        return list(variant_flags())
+    has = {word for line in lines if line.startswith("flags") for word in line.partition(":")[2].split()}
+    return [variant for variant in variant_flags() if _X86_FEATURES.get(variant, set()) <= has]
+
+
+def build_library(cache_directory: Path, variant: str | None = None) -> Path:
+    """The shared library of a variant: the package's own, or the cache's, compiled now if it is in neither.
 
     Args:
         cache_directory: made, for this user alone, if missing.
+        variant: None, or one that this machine cannot run, for the fastest that it can.
     Raises: KernelBuildError if there is no compiler, it fails, or the directory cannot be used safely.
     """
     packaged = packaged_library()
@@ -62,13 +91,14 @@ def build_library(cache_directory: Path) -> Path:
     compiler = find_compiler()
     try:
         _make_private(cache_directory)
-        library = cache_directory / f"kernels-{_fingerprint(compiler, _version(compiler))}.so"
+        runnable = runnable_variants()
+        chosen = variant if variant in runnable else runnable[0]
+        library = cache_directory / f"kernels-{chosen}-{_fingerprint(compiler, _version(compiler))}.so"
         if library.exists():
             return library
         with _lock(cache_directory / "lock"):
             if not library.exists():
-                logger.info("compiling the CPU kernels with %s, once; this takes about 20 s", compiler)
-                compile_library(compiler, library)
+                _compile_aside(compiler, library, chosen)
         return library
     except OSError as error:
         raise KernelBuildError(f"cannot write to {cache_directory}: {error}") from error
@@ -79,11 +109,11 @@ def packaged_library() -> Path:
     return PACKAGE / f"prebuilt-{_fingerprint()}.so"
 
 
-def compile_library(compiler: str, library: Path) -> None:
-    """Compile all variants into `library`, whose directory exists. Raises: KernelBuildError, OSError."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+def compile_library(compiler: str, library: Path, variants: Sequence[str] | None = None) -> None:
+    """Compile variants, by default all, into `library`, whose directory exists. Raises: KernelBuildError, OSError."""
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix=_UNFINISHED) as directory:
         objects = Path(directory)
-        _run_all(_compile_commands(compiler, objects))
+        _run_all(_compile_commands(compiler, objects, list(variant_flags()) if variants is None else variants))
         linked = objects / "linked.so"
         _run_all([[compiler, "-shared", "-pthread", "-Wl,-s", *map(str, objects.glob("*.o")), "-o", str(linked)]])
         linked.replace(library)
@@ -95,6 +125,26 @@ def find_compiler() -> str:
         if path := shutil.which(name):
             return path
     raise KernelBuildError(f"no C++ compiler found ({', '.join(_COMPILERS)})")
+
+
+def _compile_aside(compiler: str, library: Path, variant: str) -> None:
+    """Compile in a process that ends its compilers when this one is gone, however that came."""
+    for left in library.parent.glob(f"{_UNFINISHED}*"):  # by a machine that went down
+        shutil.rmtree(left, ignore_errors=True)
+    usual_s = _USUAL_CORE_S / (os.cpu_count() or 1)
+    logger.info("compiling the CPU kernels (%s) with %s, once; this takes about %.0f s", variant, compiler, usual_s + 1)
+    started_s = time.monotonic()
+    command = [sys.executable, "-I", "-S", __file__, compiler, str(SOURCE), str(library), variant]
+    # A group of its own: Ctrl-C is for this process, which then closes the pipe.
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as aside:
+        assert aside.stdin is not None and aside.stdout is not None
+        with aside.stdin:
+            failure = aside.stdout.read().decode(errors="replace").strip()
+    if aside.returncode != 0:
+        raise KernelBuildError(failure or f"{compiler} was ended")
+    logger.info("compiled the CPU kernels in %.0f s", time.monotonic() - started_s)
 
 
 def _make_private(directory: Path) -> None:
@@ -134,33 +184,61 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile_commands(compiler: str, objects: Path) -> list[list[str]]:
+def _compile_commands(compiler: str, objects: Path, variants: Sequence[str]) -> list[list[str]]:
     """One command per source and variant; each makes one file in `objects`."""
     commands = []
     for source in sorted(SOURCE.glob("*.cpp")):
-        variants = {"": ()} if source.stem in _WITHOUT_VARIANTS else variant_flags()
-        for variant, flags in variants.items():
+        for variant in ("",) if source.stem in _WITHOUT_VARIANTS else variants:
+            flags = variant_flags()[variant] if variant else ()
             names = [f"-DSTAGELINE_VARIANT={variant}", f"-DSTAGELINE_{variant.upper()}"] if variant else []
             target = objects / f"{source.stem}-{variant}.o"
             commands.append([compiler, *_FLAGS, *flags, *names, "-c", str(source), "-o", str(target)])
     return commands
 
 
-def _run_all(commands: list[list[str]]) -> None:
-    """Run commands side by side. Raises: KernelBuildError with the first failure's last line of output."""
-    running = [
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        for command in commands
-    ]
-    failures = []
-    for process in running:
-        try:
-            _, output = process.communicate(timeout=_COMPILER_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            _, output = process.communicate()
-        if process.returncode != 0:
-            failures.append(output.decode(errors="replace").strip().splitlines()[-1:])
+def _run_all(commands: Sequence[Sequence[str]]) -> None:
+    """Run commands, as many at once as there are cores. Raises: KernelBuildError with the first failure's last line."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        failures = [failure for failure in pool.map(_failure_of, commands) if failure is not None]
     if failures:
-        reason = failures[0][0] if failures[0] else "it was killed"
-        raise KernelBuildError(f"{commands[0][0]} failed: {reason}")
+        raise KernelBuildError(f"{commands[0][0]} failed: {failures[0]}")
+
+
+def _failure_of(command: Sequence[str]) -> str | None:
+    """Run it. Returns: its last line of output if it failed."""
+    if _is_over.is_set():
+        return "it is not needed any more"
+    try:
+        run = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=_COMPILER_LIMIT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"it took more than {_COMPILER_LIMIT_S} s"
+    lines = run.stderr.decode(errors="replace").strip().splitlines()
+    return None if run.returncode == 0 else lines[-1] if lines else "it was killed"
+
+
+def _end_with_standard_input() -> None:
+    """Ends the compilers of this process, which then fails and clears up, when whoever started it is gone."""
+    os.read(0, 1)
+    _is_over.set()
+    os.killpg(0, signal.SIGTERM)
+
+
+def main(compiler: str, source: str, library: str, *variants: str) -> int:
+    """What `_compile_aside` runs. Returns: the exit status; why it failed goes to standard output."""
+    global SOURCE
+    SOURCE = Path(source)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a handler, unlike SIG_IGN, is not the compilers' too
+    threading.Thread(target=_end_with_standard_input, daemon=True).start()
+    try:
+        compile_library(compiler, Path(library), variants)
+    except (KernelBuildError, OSError) as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -57,6 +57,10 @@ class KernelLibrary:
         """Whether this machine has the variant's instructions."""
         return bool(self._library[f"stageline_is_supported_{variant}"]())
 
+    def holds(self, variant: str) -> bool:
+        """Whether the variant was compiled into it; first use compiles one only."""
+        return hasattr(self._library, f"stageline_add_{variant}")
+
     def variant(self, name: str) -> CpuKernels:
         """The kernels compiled for one instruction set, which this machine must have."""
         run_program = self._library["stageline_run_program"]
