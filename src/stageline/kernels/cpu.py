@@ -59,7 +59,10 @@ class KernelLibrary:
 
     def holds(self, variant: str) -> bool:
         """Whether the variant was compiled into it; first use compiles one only."""
-        return hasattr(self._library, f"stageline_add_{variant}")
+        try:
+            return bool(self._library[f"stageline_add_{variant}"])
+        except AttributeError:
+            return False
 
     def variant(self, name: str) -> CpuKernels:
         """The kernels compiled for one instruction set, which this machine must have."""
