@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import psutil
@@ -12,6 +14,7 @@ from stageline.errors import ConfigError
 from stageline.kernels.huge_pages import zeroed_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
+_CACHE_LINE_BYTES = 64
 
 
 def resolve_device(asked: str, stage_index: int = 0) -> torch.device:
@@ -68,15 +71,19 @@ def _read_cgroup(name: str) -> str:
         return ""
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A zeroed tensor. On a CPU it lies in large pages and costs nothing before it is used, page by page; `torch.zeros`
-    would touch all of it.
+def zeros(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Zeroed tensors. On a CPU they lie one behind the other in large pages, which cost nothing before they are used,
+    page by page; `torch.zeros` would touch all of them.
 
     Raises: MemoryError, or torch's own error, if there is not so much.
     """
-    if device.type == "cpu":
-        return zeroed_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    if device.type != "cpu":
+        return [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+    sizes = [math.prod(shape) * dtype.itemsize for shape in shapes]
+    ends = list(accumulate(-(-size // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES for size in sizes))
+    run = zeroed_bytes(ends[-1] if ends else 0)
+    parts = [run[start : start + size] for start, size in zip([0, *ends], sizes, strict=False)]
+    return [part.view(dtype).view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def synchronise(device: torch.device) -> None:

@@ -43,9 +43,9 @@ def allocate_kv_tensors(
     if needed_bytes > free_bytes:
         raise ConfigError(_does_not_fit(needed_bytes, free_bytes, num_blocks, num_layers, device))
     try:
-        keys = [zeros((count, *shape), dtype, device) for count in blocks]
         # A latent row is key and value in one.
-        values = [tensor if is_latent else zeros(tuple(tensor.shape), dtype, device) for tensor in keys]
+        tensors = zeros([(count, *shape) for count in blocks for _ in range(1 if is_latent else 2)], dtype, device)
+        keys, values = (tensors, tensors) if is_latent else (tensors[::2], tensors[1::2])
         return [LayerCache(*both) for both in zip(keys, values, windowed or [False] * num_layers, strict=True)]
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
         raise ConfigError(_does_not_fit(needed_bytes, free_bytes, num_blocks, num_layers, device)) from error
