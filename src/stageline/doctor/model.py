@@ -114,12 +114,13 @@ def _memories_of_stages(
     for rank, num_stages in sorted(shares.items()):
         machine = "this machine" if rank == 0 else f"node {rank}"
         known = devices.get(rank)
+        before = sum(per_stage[: len(names)])
         for stage in range(len(names), len(names) + num_stages):
             if known is None or known.kind == "cpu":
                 names.append(machine)
                 free_bytes.append(None if known is None else known.free_bytes[0] // num_replicas)
                 continue
-            first = sum(per_stage[:stage])
+            first = sum(per_stage[:stage]) - before
             gpus = sorted({process % len(known.free_bytes) for process in range(first, first + per_stage[stage])})
             names.append(f"GPU {', '.join(map(str, gpus))} of {machine}")
             # Every rank takes an equal part, so the fullest one decides.
