@@ -4,9 +4,16 @@
 
 One row per number of stages, prompt length and number of requests that decode meanwhile: the time with
 `--prefill-chunk auto` and with each fixed size, medians; auto over the best and the worst of them. All sizes are served
-by the same pipeline, taking turns, after the warm-up that a server does. Where stages share cores, depth says little.
+by the same pipeline, after the warm-up that a server does and one round that does not count, in another order each
+round, so that none profits from who was before it. Where stages share cores, depth says little.
+
+The least of several noisy medians is too small: it is the one with the most luck. So the best and the worst size are
+chosen by every other round and compared with auto in the rounds between, both ways; the ratio is the mean of the two.
 
 Beside decodes every size is bounded by --max-decode-slowdown, so a fixed one is only the most that a chunk may have.
+A size that gets its prompt done sooner by making others wait longer is no better, only another bargain: it is compared
+with auto only if the 99th percentile of the time between the decodes' tokens is at most 5 % longer; `waits` shows it,
+for auto and each size.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import dataclasses
 import os
 import random
 import statistics
+from collections.abc import Callable
 
 from stageline.checkpoint import open_checkpoint
 from stageline.clock import MonotonicClock
@@ -30,6 +38,15 @@ from stageline.scheduler.scheduler import Scheduler
 SIZES, QUICK_SIZES = (128, 256, 512, 1024, 2048), (128, 512, 2048)
 SHORT_LEN, SETTLING_TOKENS = 64, 40
 ENDLESS = 3000
+MOST_WAIT = 1.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One prompt's time to first token, and the times between tokens of those that decoded meanwhile."""
+
+    first_token_s: float
+    between_tokens_s: list[float]
 
 
 class Measured:
@@ -67,15 +84,22 @@ class Measured:
         )
         return request_id
 
-    def time_to_first_token_s(self, num_tokens: int, chunk: int | None) -> float:
-        """Of one prompt of so many tokens, with chunks of that size or cut automatically."""
+    def time_prompt(self, num_tokens: int, chunk: int | None) -> Trial:
+        """One prompt of so many tokens, with chunks of that size or cut automatically."""
         self.scheduler.limits = dataclasses.replace(self.scheduler.limits, max_chunk_tokens=chunk)
+        latest_s: dict[str, float] = {}
+        between_s: list[float] = []
         start_s = self.clock.now_s()
         request_id = self.add(num_tokens, 1)
         while True:
             for update in self.core.step():
-                if update.request_id == request_id and update.token_ids:
-                    return update.time_s - start_s
+                if not update.token_ids:
+                    continue
+                if update.request_id == request_id:
+                    return Trial(update.time_s - start_s, between_s)
+                if update.request_id in latest_s:
+                    between_s.append(update.time_s - latest_s[update.request_id])
+                latest_s[update.request_id] = update.time_s
 
     def start_decodes(self, num_decodes: int) -> list[str]:
         names = [self.add(SHORT_LEN, ENDLESS) for _ in range(num_decodes)]
@@ -91,18 +115,47 @@ class Measured:
 
 
 def measure(
-    measured: Measured, num_tokens: int, num_decodes: int, sizes: list[int | None], repetitions: int
-) -> list[float]:
-    """Median times to first token, per size."""
-    times_s: list[list[float]] = [[] for _ in sizes]
-    for repetition in range(repetitions):
-        # Each time another size begins, so that none profits from its place.
-        for place in range(len(sizes)):
-            index = (place + repetition) % len(sizes)
+    measured: Measured, num_tokens: int, num_decodes: int, sizes: list[int | None], rounds: int
+) -> list[list[Trial]]:
+    """Per size, a trial of each round."""
+    trials: list[list[Trial]] = [[] for _ in sizes]
+    order = random.Random(num_tokens + num_decodes)
+    for number in range(rounds + 1):
+        for index in order.sample(range(len(sizes)), len(sizes)):
             names = measured.start_decodes(num_decodes)
-            times_s[index].append(measured.time_to_first_token_s(num_tokens, sizes[index]))
+            trial = measured.time_prompt(num_tokens, sizes[index])
             measured.stop(names)
-    return [statistics.median(times) for times in times_s]
+            if number > 0:
+                trials[index].append(trial)
+    return trials
+
+
+def first_token_s(trials: list[Trial]) -> float:
+    return statistics.median(trial.first_token_s for trial in trials)
+
+
+def wait_s(trials: list[Trial]) -> float:
+    """The 99th percentile of all times between tokens."""
+    times_s = sorted(time_s for trial in trials for time_s in trial.between_tokens_s)
+    return times_s[int(0.99 * (len(times_s) - 1))] if times_s else 0.0
+
+
+def over_chosen(auto: list[Trial], fixed: list[list[Trial]], choose: Callable[..., list[Trial]]) -> float:
+    """Auto's time over that of the size which `choose` takes by the rounds that are not compared."""
+    ratios = []
+    for half in (0, 1):
+        chosen = choose(fixed, key=lambda trials: first_token_s(trials[1 - half :: 2]))
+        ratios.append(first_token_s(auto[half::2]) / first_token_s(chosen[half::2]))
+    return statistics.mean(ratios)
+
+
+def row(trials: list[list[Trial]]) -> str:
+    auto, *fixed = trials
+    rivals = [one for one in fixed if wait_s(one) <= MOST_WAIT * wait_s(auto)]
+    times = "".join(f"{first_token_s(one):8.2f}" for one in trials)
+    best = f"{over_chosen(auto, rivals, min):9.3f}" if rivals else f"{'no rival':>9}"
+    waits = " ".join(f"{wait_s(one) * 1e3:.0f}" for one in trials) if wait_s(auto) else "-"
+    return f"{times}  {best}  {over_chosen(auto, fixed, max):10.3f}  {waits}"
 
 
 def main() -> None:
@@ -111,29 +164,24 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--prompts", type=int, nargs="+", default=[1000, 4000, 8000])
     parser.add_argument("--decodes", type=int, nargs="+", default=[0, 8])
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="fewer sizes, once or twice each")
+    parser.add_argument("--rounds", type=int, default=6, help="that count, at least 2")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, 4 rounds")
     args = parser.parse_args()
     sizes: list[int | None] = [None, *(QUICK_SIZES if args.quick else SIZES)]
-    repetitions = 2 if args.quick else args.repetitions
+    rounds = 4 if args.quick else max(2, args.rounds)
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores; seconds to the first token")
     columns = "".join(f"{size:>8}" for size in sizes[1:])
-    print(f"stages  prompt  decodes     auto{columns}  auto/best  auto/worst")
+    print(f"stages  prompt  decodes     auto{columns}  auto/best  auto/worst  waits, ms")
     for num_stages in args.stages:
         measured = Measured(args.model, num_stages, max(args.prompts))
         try:
             for num_tokens in args.prompts:
                 for num_decodes in args.decodes:
                     tokens = min(num_tokens, measured.max_prompt_tokens)
-                    auto_s, *fixed_s = measure(measured, tokens, num_decodes, sizes, repetitions)
-                    shown = "".join(f"{time_s:8.2f}" for time_s in (auto_s, *fixed_s))
+                    trials = measure(measured, tokens, num_decodes, sizes, rounds)
                     note = "  (stages share cores)" if num_stages > cores else ""
-                    print(
-                        f"{num_stages:6d}  {tokens:6d}  {num_decodes:7d} {shown}  {auto_s / min(fixed_s):9.3f}  "
-                        f"{auto_s / max(fixed_s):10.3f}{note}",
-                        flush=True,
-                    )
+                    print(f"{num_stages:6d}  {tokens:6d}  {num_decodes:7d} {row(trials)}{note}", flush=True)
         finally:
             measured.core.close()
 

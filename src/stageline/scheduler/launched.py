@@ -56,6 +56,11 @@ class LaunchedMicrobatches:
                 later.since_s = now_s
         return now_s - done.since_s
 
+    def groups_beside(self, successors: list[Successor]) -> list[list[ScheduledRequest]]:
+        """Requests of every microbatch in flight; not of the oldest if its successors are scheduled now."""
+        groups = [launched.requests for launched in self._launched.values()]
+        return groups[1:] if successors else groups
+
     def successors(self, running: RunningRequests) -> list[Successor]:
         """Decodes that follow the oldest microbatch's rows, in their order; those already announced are not among them.
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
-from itertools import islice
+from collections.abc import Container, Iterator
 
 from stageline.scheduler.scheduled_request import ScheduledRequest
-
-_NUM_LOOKED_AT = 32
 
 
 class RunningRequests:
@@ -40,15 +37,10 @@ class RunningRequests:
         return len(self._all) - len(self.prefilling) - len(self.ending)
 
     def decoding(self) -> Iterator[ScheduledRequest]:
-        return (request for request in self._all if request not in self.prefilling and request not in self.ending)
+        return filter(self.is_decoding, self._all)
 
-    def next_ready(self, missing: float, weight_of: Callable[[int], float]) -> ScheduledRequest:
-        """Whose turn it is to fill what a microbatch misses; one after it that fits, if it would be far too much.
-
-        It is the first one's turn in the next microbatch then.
-        """
-        fitting = (r for r in islice(self.ready, _NUM_LOOKED_AT) if weight_of(r.num_computed_tokens) <= 2 * missing)
-        return next(fitting, None) or next(iter(self.ready))
+    def is_decoding(self, request: ScheduledRequest) -> bool:
+        return request in self._all and request not in self.prefilling and request not in self.ending
 
     def add(self, request: ScheduledRequest) -> None:
         self._all[request] = None

@@ -21,12 +21,8 @@ from stageline.pipeline.microbatch import NO_TOKEN, Microbatch, MicrobatchResult
 from stageline.request import EngineRequest, RequestFailure, RequestUpdate
 from stageline.sampling import TokenLogprobs
 from stageline.scheduler.admission import check_can_be_served, has_blocks_for, prompt_work, why_not_again
-from stageline.scheduler.budget import (
-    MIN_CHUNK_TOKENS,
-    PrefillRoom,
-    chunk_length,
-    decode_slowdown,
-)
+from stageline.scheduler.budget import MIN_CHUNK_TOKENS, PrefillRoom, chunk_length, decode_slowdown
+from stageline.scheduler.decode_group import DecodeGroup
 from stageline.scheduler.guides import Guides
 from stageline.scheduler.launched import LaunchedMicrobatches, Successor
 from stageline.scheduler.limits import SchedulerLimits
@@ -193,21 +189,23 @@ class Scheduler:
 
     def _schedule_decodes(self, builder: MicrobatchBuilder, successors: list[Successor]) -> None:
         """Those whose tokens are known come first, for they have waited longer."""
-        num_decoding = self._running.num_decoding
-        share, taken = num_decoding / self._pace.window, 0.0
-        while self._running.ready and taken < share and builder.num_tokens < self.limits.max_num_batched_tokens:
-            request = self._running.next_ready(share - taken, self._pace.decode_weight)
+        others = self._launched.groups_beside(successors)
+        group = DecodeGroup(self._running, others, self._pace.window, self._pace.decode_weight)
+        while builder.num_tokens < self.limits.max_num_batched_tokens:
+            request = group.next_ready()
+            if request is None:
+                break
             if self._place(builder, request, 1):
-                taken += self._pace.decode_weight(request.num_computed_tokens)
+                group.take(request)
                 continue
             if len(self._running) == 1:
                 break
             self._preempt(request)
         for successor in successors:
-            if taken >= share or builder.num_tokens >= self.limits.max_num_batched_tokens:
+            if group.is_full or builder.num_tokens >= self.limits.max_num_batched_tokens:
                 break
             if self._announce(builder, successor):
-                taken += self._pace.decode_weight(successor.request.num_computed_tokens)
+                group.take(successor.request)
 
     def _announce(self, builder: MicrobatchBuilder, successor: Successor) -> bool:
         """Add a row whose token is in flight. Nobody is preempted for it, for the request may have ended."""
