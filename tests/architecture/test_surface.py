@@ -98,7 +98,8 @@ WITHOUT_ENGINE_FLAGS = {
         --burstiness --calibrate --cluster --concurrency --data-parallel-size --dataset-name --dataset-path
         --kv-cache-dtype --list --max-concurrency --max-num-batched-tokens --memory-fraction --min-tokens-per-s
         --num-prefixes --num-prompts --objective --output-tokens --pareto --pipeline-parallel-size --prefix-len
-        --prompt-tokens --range-ratio --request-rate --save --seed --simulate --table --tensor-parallel-size
+        --prompt-tokens --range-ratio --request-rate --save --seed --simulate --speculate-acceptance --speculate-tokens
+        --table --tensor-parallel-size
         --time-scale --top --trace-out --weights --yaml -dp -pp -tp
     """),
     "probe": ["--cluster-key-file", "--insecure", "--interface", "--json", "--listen", "--port"],

@@ -88,12 +88,6 @@ def test_the_host_is_a_pipeline_whose_stages_share_its_cores() -> None:
     assert pipeline.launch_s == pytest.approx(1e-4 + 3 * 1e-5)
 
 
-def test_the_planners_device_multiplies_at_the_measured_rates() -> None:
-    device = profile().as_device()
-    assert device.measured_flops_per_s(4) == pytest.approx(2 * 4 * 1e6 / 1.5e-3)
-    assert device.kv_bytes_per_s == pytest.approx(512 / 1e-8)
-
-
 def test_what_was_kept_is_found_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept = profile()

@@ -16,6 +16,7 @@ def test_a_plan_names_the_best_layout_its_stages_advice_and_commands(
     yaml, png = tmp_path / "plan.yaml", tmp_path / "plan.png"
     file = cluster_file(tmp_path, TWO_NODES_OF_H100)
     words = ["plan", "llama-3.1-70b", "--cluster", file, "-tp", "8", "--yaml", str(yaml), "--pareto", str(png)]
+    words += ["--speculate-tokens", "4", "--speculate-acceptance", "0.5"]
     assert main(words) == 0
     out = capsys.readouterr().out
     for part in (
@@ -25,7 +26,8 @@ def test_a_plan_names_the_best_layout_its_stages_advice_and_commands(
         "s0 limits the KV cache",
         "- replicas: two replicas beat this pipeline",
         "# NODE1, layers 0 to 79, replica 1\nstageline serve meta-llama/Llama-3.1-70B -tp 8 -pp 1",
-        "-tp above 1 is run within one machine, and has not been measured on GPUs",
+        "# -tp above 1 has been measured on CPUs only",
+        "- guessing ahead: 4 tokens guessed, each right in 50%, make 1.94 tokens a pass",
     ):
         assert part in out
     assert yaml.read_text().startswith("model: meta-llama/Llama-3.1-70B\n")
@@ -57,6 +59,8 @@ def test_known_names_are_listed_with_their_sources(capsys: pytest.CaptureFixture
         (["plan", "llama-3.1-8b", "--cluster", "none.yaml"], "none.yaml cannot be read"),
         (["plan", "llama-3.1-8b", "--cluster", "FILE", "--top", "0"], "--top is 0; it must be at least 1"),
         (["plan", "llama-3.1-8b", "--cluster", "FILE", "--concurrency", "-3"], "--concurrency is -3"),
+        (["plan", "llama-3.1-8b", "--cluster", "FILE", "--speculate-tokens", "-1"], "--speculate-tokens is -1"),
+        (["plan", "llama-3.1-8b", "--cluster", "FILE", "--speculate-acceptance", "2"], "must be between 0 and 1"),
         (["plan", "llama-3.1-8b", "--cluster", "FILE", "--prompt-tokens", "131072"], "takes at most 131,072"),
         (["plan", "llama-3.1-8b", "--cluster", "FILE", "--yaml", "/nowhere/x"], "--yaml /nowhere/x cannot be written"),
         (["plan", "llama-3.1-8b", "--cluster", "FILE", "-tp", "5"], "32 heads and 8 KV heads do not divide over 5"),

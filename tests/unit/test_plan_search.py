@@ -17,6 +17,7 @@ from stageline.planner.commands import PlanFile, plan_file, serve_commands
 from stageline.planner.known_models import find_model
 from stageline.planner.layouts import LayoutPlan
 from stageline.planner.pareto import curves, pareto_front
+from stageline.planner.report import format_layouts
 from stageline.planner.search import SearchResult, search, time_parts
 from tests.unit.plan_clusters import HOME, TWO_NODES_OF_H100, cluster
 
@@ -173,15 +174,38 @@ def test_every_printed_command_is_one_that_serve_understands(tmp_path: Path) -> 
     assert [command.layers for command in commands] == [(0, counts[0]), (counts[0], 48)]
 
 
-def test_replicas_have_ports_and_devices_of_their_own(tmp_path: Path) -> None:
-    content = {"nodes": [{"device": "h100-sxm", "devices_per_node": 4, "link": "nvlink4"}]}
+def test_a_layout_with_a_device_of_unknown_price_is_not_the_cheapest_and_shows_none(tmp_path: Path) -> None:
+    device = {"memory_bytes": 80e9, "memory_bytes_per_s": 2e12, "flops_per_s": {"bf16": 3e14}, "source": "x"}
+    devices = {"priced": {**device, "price_per_hour": 2.0}, "unpriced": {**device, "memory_bytes_per_s": 3e12}}
+    nodes = [{"device": name} for name in devices]
+    content = {"nodes": nodes, "network": "ethernet-10g", "devices": devices}
+    result = _search(tmp_path, "llama-3.1-8b", content, objective="cost")
+    both = next(ranked for ranked in result.ranked if str(ranked.plan.layout) == "TP1 x PP2")
+    assert both.reason.startswith("a device of it has no price_per_hour")
+    row = next(line for line in format_layouts(result, 9, True).splitlines() if "TP1 x PP2" in line)
+    assert "  -  " in row
+
+
+def test_replicas_in_one_node_are_one_command_with_one_port(tmp_path: Path) -> None:
+    content = {"nodes": [{"device": "h100-sxm", "devices_per_node": 8, "link": "nvlink4"}]}
+    result = _search(tmp_path, "llama-3.1-8b", content, tensor_parallel_size=2, pipeline_parallel_size=2)
+    [command] = serve_commands(_by_layout(result)["TP2 x PP2 x DP2"], "m", cluster(tmp_path, content), PlanConfig())
+    assert command.command.startswith("stageline serve m -tp 2 -pp 2 --pp-layer-partition ")
+    assert " -dp 2 " in command.command and command.command.endswith("--port 8000")
+
+
+def test_replicas_in_several_nodes_have_ports_and_devices_of_their_own(tmp_path: Path) -> None:
+    content = {
+        "nodes": [{"device": "h100-sxm", "devices_per_node": 4, "count": 2, "link": "nvlink4"}],
+        "network": "infiniband-ndr",
+    }
     result = _search(tmp_path, "llama-3.1-8b", content, tensor_parallel_size=1, pipeline_parallel_size=2)
-    best = _by_layout(result)["TP1 x PP2 x DP2"]
+    best = _by_layout(result)["TP1 x PP2 x DP4"]
     commands = serve_commands(best, "m", cluster(tmp_path, content), PlanConfig())
     assert [command.command.split()[0] for command in commands] == [
         "CUDA_VISIBLE_DEVICES=0,1", "CUDA_VISIBLE_DEVICES=2,3"
-    ]  # fmt: skip
-    assert [command.command.split()[-1] for command in commands] == ["8000", "8001"]
+    ] * 2  # fmt: skip
+    assert [command.command.split()[-1] for command in commands] == ["8000", "8001", "8002", "8003"]
 
 
 def test_a_stage_on_a_cpu_has_a_thread_per_core(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from stageline.config.flags import plan_config_from_args
 from stageline.config.plan_config import KV_DTYPES, PlanConfig
 from stageline.cost.model_costs import WeightFormat, model_costs
 from stageline.errors import ConfigError
+from stageline.planner.advice import advise_speculation
 from stageline.planner.advisor import advise
 from stageline.planner.cluster import Cluster, read_cluster
 from stageline.planner.commands import plan_file, serve_commands
@@ -50,11 +51,12 @@ def run(args: argparse.Namespace) -> int:
     costs = model_costs(model.spec, weights, KV_DTYPES[config.kv_cache_dtype])
     result = search(costs, cluster, config)
     commands = serve_commands(result.best, model.name, cluster, config)
+    guesses = [advise_speculation(result.best.decode.ring, config)] if config.speculate_tokens else []
     sections = (
         format_model(model, cluster, config),
         format_layouts(result, args.top, any(node.device.price_per_hour for node in cluster.nodes)),
         f"best: {result.best.layout}\n{format_stages(result.best, cluster, config)}",
-        f"advice:\n{format_advice(advise(costs, cluster, config, result))}",
+        f"advice:\n{format_advice([*advise(costs, cluster, config, result), *guesses])}",
         f"to start it:\n{_note(result)}{format_commands(commands)}",
     )
     print("\n\n".join(sections))
@@ -82,9 +84,10 @@ def _check_length(model: KnownModel, config: PlanConfig) -> None:
 
 
 def _note(result: SearchResult) -> str:
-    if result.best.layout.tensor_parallel_size == 1:
+    units = [unit for replica in result.best.replicas for unit in replica]
+    if result.best.layout.tensor_parallel_size == 1 or all(unit.where.device.kind == "cpu" for unit in units):
         return ""
-    return "# -tp above 1 is run within one machine, and has not been measured on GPUs; with -tp 1 nothing is shared\n"
+    return "# -tp above 1 has been measured on CPUs only; with -tp 1 nothing is shared\n"
 
 
 def _write_files(

@@ -39,6 +39,12 @@ class PlanConfig:
     max_num_batched_tokens: int = setting(
         8192, "most new tokens in one microbatch: the largest chunk of a prompt", group="choice", metavar="TOKENS"
     )
+    speculate_tokens: int = setting(
+        0, "say what guessing so many tokens ahead would do to a token's time", group="choice", metavar="TOKENS"
+    )
+    speculate_acceptance: float = setting(
+        0.7, "share of the guesses that are right, for --speculate-tokens", group="choice", metavar="FRACTION"
+    )
     weights: str = setting(
         "auto", "how weights are kept; auto takes the checkpoint's way", choices=PLANNED_WEIGHTS, group="memory"
     )
@@ -65,6 +71,11 @@ class PlanConfig:
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
             if (value := getattr(self, name)) is not None:
                 at_least(name, value, 1)
+        at_least("speculate_tokens", self.speculate_tokens, 0)
+        if not 0 <= self.speculate_acceptance <= 1:
+            raise ConfigError(
+                f"{flag_of('speculate_acceptance')} is {self.speculate_acceptance:g}; it must be between 0 and 1"
+            )
         one_of("objective", self.objective, OBJECTIVES)
         one_of("weights", self.weights, PLANNED_WEIGHTS)
         one_of("kv_cache_dtype", self.kv_cache_dtype, tuple(KV_DTYPES))

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from stageline.config import environment
-from stageline.cost.hardware import Device, MatmulRate
 from stageline.cost.model_costs import ModelCosts
 from stageline.cost.profile import describe_machine, load_kept, save_kept
 from stageline.cost.stage_time import MicrobatchShape
@@ -163,22 +162,6 @@ class HostProfile(msgspec.Struct, frozen=True):
     def matmul_flops_per_s(self, num_tokens: int) -> float:
         """Rate of a layer's matrix products with so many rows, by one stage."""
         return 2.0 * num_tokens * self.shape.layer_weights[0] / self.layer_s.at(num_tokens)
-
-    def as_device(self) -> Device:
-        """One stage's share of this host, for the cost model's table of hardware."""
-        rates = tuple(MatmulRate(tokens, self.matmul_flops_per_s(tokens)) for tokens in self.layer_s.tokens)
-        return Device(
-            memory_bytes=self.memory_bytes,
-            memory_bytes_per_s=self.memory_bytes_per_s,
-            flops_per_s={"bf16": max(rate.flops_per_s for rate in rates)},
-            source="stageline plan --calibrate",
-            kind="cpu",
-            memory_efficiency=1.0,
-            compute_efficiency=1.0,
-            microbatch_overhead_s=self.stage_s,
-            matmul_rates=rates,
-            attention_bytes_per_s=self.shape.kv_bytes_per_token / self.attention_token_s,
-        )
 
 
 def host_key(device: str, dtype: str, quantization: str, threads_per_stage: int, num_cores: int) -> HostKey:

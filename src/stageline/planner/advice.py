@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stageline.config.plan_config import PlanConfig
 from stageline.cost.hardware import Link
 from stageline.cost.ring import Ring, pipeline_beats_sharding
+from stageline.cost.speculation import accepted_tokens, pipelined_tpot, synchronous_tpot
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,24 @@ def advise_network(link_name: str, load: LinkLoad) -> Advice:
         f"a decode's hop of {hop * 1e3:.2f} ms is {hidden}, decodes lose {load.decode_loss_fraction:.0%} of their "
         f"pace; a chunk of {load.prompt_chunk_tokens:,} tokens takes {load.prompt_hop_s * 1e3:.1f} ms on the wire and "
         f"{load.prompt_stage_s * 1e3:.1f} ms on a stage, prompts lose {load.prompt_loss_fraction:.0%}; {full}",
+    )
+
+
+def advise_speculation(ring: Ring, config: PlanConfig) -> Advice:
+    """What guessing `speculate_tokens` ahead would do to a token's time; guesses themselves are taken to be free.
+
+    Args: ring: of a microbatch of decodes without guesses.
+    """
+    guesses, acceptance = config.speculate_tokens, config.speculate_acceptance
+    num_stages, stage_s = len(ring.stages_s), ring.slowest_s
+    chain_s = synchronous_tpot(num_stages, acceptance, guesses, 0.0) * stage_s
+    pipelined_s = pipelined_tpot(num_stages, acceptance, guesses) * stage_s
+    return Advice(
+        "guessing ahead",
+        f"{guesses} tokens guessed, each right in {acceptance:.0%}, make {accepted_tokens(acceptance, guesses):.2f} "
+        f"tokens a pass: {chain_s * 1e3:.2f} ms a token if a pass waits for the one before, {pipelined_s * 1e3:.2f} ms "
+        f"if guesses enter at every stage time of {stage_s * 1e3:.2f} ms, {num_stages * stage_s * 1e3:.2f} ms without; "
+        f"that counts while guesses cost a stage no more than the microbatch does, and this engine does not guess yet",
     )
 
 

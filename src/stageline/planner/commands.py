@@ -1,7 +1,7 @@
 """A chosen layout as what to type on every machine, and as a file.
 
-One idea: a replica is a pipeline of its own, with a head that serves the API; whoever has several puts a load balancer
-in front of their ports.
+One idea: replicas that lie in one machine are one command, with one port (`-dp`). Of others, each is a pipeline of its
+own, with a head that serves the API; whoever has several puts a load balancer in front of their ports.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class _NodeShare:
 
 
 def serve_commands(plan: LayoutPlan, model: str, cluster: Cluster, config: PlanConfig) -> list[NodeCommand]:
-    """One line per node and replica; heads first within a replica."""
+    """One line per node and replica, heads first within a replica; one line for replicas in one node."""
+    if len(plan.replicas) > 1 and len({unit.nodes for replica in plan.replicas for unit in replica}) == 1:
+        return [_replicas_in_one_node(plan, model, cluster, config)]
     commands = []
     for index, replica in enumerate(plan.replicas):
         shares = _shares(replica)
@@ -67,10 +69,27 @@ def serve_commands(plan: LayoutPlan, model: str, cluster: Cluster, config: PlanC
                     replica=index,
                     address=cluster.nodes[share.node].address,
                     layers=(ends[share.first], ends[share.end]),
-                    command=" ".join(word if _is_assignment(word) else shlex.quote(word) for word in words),
+                    command=_typed(words),
                 )
             )
     return commands
+
+
+def _replicas_in_one_node(plan: LayoutPlan, model: str, cluster: Cluster, config: PlanConfig) -> NodeCommand:
+    units = tuple(unit for replica in plan.replicas for unit in replica)
+    share = _NodeShare(units[0].nodes[0], units, 0, plan.layout.pipeline_parallel_size)
+    words = [*_devices(share, cluster), "stageline", "serve", model, *_shape(plan), "-dp", str(len(plan.replicas))]
+    words += [*_threads(units), *_limits(plan, config), "--port", str(_FIRST_API_PORT)]
+    return NodeCommand(
+        replica=0,
+        address=cluster.nodes[share.node].address,
+        layers=(0, sum(plan.placement.layer_counts)),
+        command=_typed(words),
+    )
+
+
+def _typed(words: Sequence[str]) -> str:
+    return " ".join(word if _is_assignment(word) else shlex.quote(word) for word in words)
 
 
 def _is_assignment(word: str) -> bool:

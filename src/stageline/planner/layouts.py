@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import inf
 
 from stageline.config.plan_config import PlanConfig
 from stageline.cost.capacity import Capacity, capacity
@@ -129,6 +130,9 @@ class LayoutPlan:
 
     @property
     def price_per_million_tokens(self) -> float:
+        """Infinite where the price of a device is not known: such a layout is not the cheapest."""
+        if any(not unit.where.device.price_per_hour for replica in self.replicas for unit in replica):
+            return inf
         return self.price_per_hour / 3600 / self.tokens_per_s * 1e6
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 
 from stageline.config.plan_config import PlanConfig
 from stageline.cost.capacity import best_layer_move
@@ -36,7 +37,7 @@ def format_layouts(result: SearchResult, most: int, has_prices: bool) -> str:
                 f"{plan.tpot_s * 1e3:.2f}",
                 f"{plan.tokens_per_s:,.0f}",
                 f"{plan.prompt.ttft_s * 1e3:,.0f}",
-                *([f"{plan.price_per_million_tokens:.2f}"] if has_prices else []),
+                *([_price(plan)] if has_prices else []),
                 ranked.reason or "the best",
             ]
         )
@@ -50,6 +51,11 @@ def format_layouts(result: SearchResult, most: int, has_prices: bool) -> str:
     if (left := len(result.impossible) - most) > 0:
         table += f"\n  {left} more that cannot be"
     return table
+
+
+def _price(plan: LayoutPlan) -> str:
+    price = plan.price_per_million_tokens
+    return f"{price:.2f}" if isfinite(price) else "-"
 
 
 def _counts(counts: Sequence[int]) -> str:

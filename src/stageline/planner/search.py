@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isinf
 
 from stageline.config.plan_config import PlanConfig
 from stageline.cost.model_costs import ModelCosts
@@ -156,6 +157,8 @@ def why_lost(plan: LayoutPlan, best: LayoutPlan, config: PlanConfig) -> str:
 
 
 def _difference(plan: LayoutPlan, best: LayoutPlan, config: PlanConfig) -> str:
+    if config.objective == "cost" and isinf(plan.price_per_million_tokens):
+        return "a device of it has no price_per_hour"
     value, best_value = _OBJECTIVES[config.objective](plan), _OBJECTIVES[config.objective](best)
     ratio = value / best_value
     if abs(ratio - 1) < _AS_GOOD_FRACTION:
