@@ -61,6 +61,8 @@ class ItemTimer:
         self._layers = list(layers)
         self._is_first, self._is_last = is_first, is_last
         self._device = device
+        # Asked once: a stage may be timed all the time, with a mark per layer.
+        self._is_on_host = device.type == "cpu"
         self._clock = clock
         self._stretch = stretch
         self._marks: list[float] = []
@@ -72,7 +74,8 @@ class ItemTimer:
 
     def mark(self) -> None:
         """The next item is done."""
-        synchronise(self._device)
+        if not self._is_on_host:
+            synchronise(self._device)
         self._stretch.end()
         self._marks.append(self._clock.now_s())
 

@@ -32,7 +32,7 @@ class Stretch:
         if self._more > 0:
             now_s = self._clock.now_s()
             wait_until(now_s + self._more * (now_s - self._since_s), self._clock)
-        self._since_s = self._clock.now_s()
+            self._since_s = self._clock.now_s()
 
 
 def wait_until(end_s: float, clock: Clock) -> None:
