@@ -219,9 +219,12 @@ HEADING = """# What the network costs a pipeline of two machines
 
 Two machines are two network namespaces of one host, joined by a link whose rate a token bucket limits; on loopback both
 stages are in one namespace. Links are encrypted everywhere. Both stages, the server and its clients share the host's
-cores, so the absolute figures are those of a busy small machine, and points of few samples differ by a tenth or more
-without a reason of the network's. All links are measured by the same processes in turn; "of loopback" compares samples
-of the same turn. Made by `python -m benchmarks.network_sweep`, whose first lines tell how; samples may be added in
+cores, so the absolute figures are those of a busy small machine. With one sample a point differs by a tenth or more,
+and the first of a run, which is loopback's, by up to a third, without a reason of the network's: a share above 100 % is
+this noise, and one sample proves no difference of 5 %. All links are measured by the same processes in turn; "of
+loopback" compares samples of the same turn.
+
+Made by `python -m benchmarks.network_sweep`, whose first lines tell how; samples may be added in
 short pieces, with `--links` and `--requests`.
 
 """
