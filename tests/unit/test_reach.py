@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 from collections.abc import Iterator
@@ -87,3 +88,22 @@ def test_what_is_waited_for_is_said_with_the_end_of_it_and_not_again_and_again(
         waiting.look(is_last_look=False, left_s=590.0)
     (line,) = caplog.messages
     assert "cannot be reached: the connection is refused" in line and "for 590 s (--join-timeout)" in line
+
+
+def test_an_address_that_is_nobodys_ends_it_and_one_where_nobody_listens_yet_does_not(
+    nobody: TcpAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = reach(nobody, NOBODY)
+    for _ in range(20):
+        early.look(is_last_look=False)
+
+    def unreachable(address: tuple[str, int], timeout: float) -> socket.socket:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr("stageline.cluster.reach.socket.create_connection", unreachable)
+    new, old = reach(nobody, NOBODY), reach(nobody, NOBODY, is_patient=True)
+    new.look(is_last_look=False)  # once may be chance
+    with pytest.raises(HandshakeError, match=r"step `connection`.*No route to host; is the address right"):
+        new.look(is_last_look=False)
+    for _ in range(20):
+        old.look(is_last_look=False)

@@ -18,8 +18,11 @@ from stageline.links.tcp_address import TcpAddress
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_S = 2.0
+_CONNECT_S = 3.5
+"""The system needs three seconds to find that a neighbour's address is nobody's."""
+
 _REFUSALS_UNTIL_SURE = 2
+_NO_WAYS_UNTIL_SURE = 2
 _REPEAT_S = 60.0
 _MUTE_S = 8.0
 """A head answers handshakes however busy it is; who goes on saying nothing for so long is another program."""
@@ -40,6 +43,7 @@ class Reach:
         self._is_patient = is_patient
         self._num_refusals = 0
         self._num_mute = 0
+        self._num_no_ways = 0
         self._said = ""
         self._repeat_s = 0.0
         self._mute: str | None = None
@@ -69,14 +73,15 @@ class Reach:
 
     def _is_hopeless(self) -> bool:
         is_mute = self._mute_since_s is not None and time.monotonic() - self._mute_since_s >= _MUTE_S
-        return is_mute or self._num_refusals >= _REFUSALS_UNTIL_SURE
+        has_no_way = self._num_no_ways >= _NO_WAYS_UNTIL_SURE
+        return is_mute or has_no_way or self._num_refusals >= _REFUSALS_UNTIL_SURE
 
     def _find_out(self, is_first_look: bool, is_last_look: bool) -> tuple[str, str]:
         trouble = self._links.trouble(self._head.url)
         if trouble == NOBODY:
             self._num_refusals = 0
             # Not at every look: whoever begins to listen there would log a visitor without a key.
-            if is_first_look or is_last_look:
+            if is_first_look or is_last_look or self._num_no_ways:
                 self._why = self._unreachable() or trouble
             return "connection", f"{self._head} cannot be reached: {self._why}"
         if trouble in (None, BROKEN, MUTE):
@@ -92,6 +97,8 @@ class Reach:
         return "key", f"{self._head} refuses this node: {trouble}"
 
     def _unreachable(self) -> str | None:
+        """Somebody who is still to come refuses connections, or is silent; to an address that is nobody's is no way."""
+        before, self._num_no_ways = self._num_no_ways, 0
         try:
             socket.create_connection((self._head.host, self._head.port), timeout=_CONNECT_S).close()
         except TimeoutError:
@@ -99,5 +106,6 @@ class Reach:
         except ConnectionRefusedError:
             return "the connection is refused; is the head started, and is this its --master-port?"
         except OSError as error:
+            self._num_no_ways = before + 1
             return f"{error.strerror or error}; is the address right?"
         return None
