@@ -199,3 +199,19 @@ def test_longrope_has_the_divisors_of_the_length_it_serves(max_model_len: int) -
     )
     found = Rotary(spec, 16, max_model_len, CPU)(x, positions)
     torch.testing.assert_close(found, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, 1.0), (1 / 3, None), (0.25, None)])
+def test_the_likeliest_token_is_the_first_of_the_largest_logits(scale: float, cap: float | None) -> None:
+    """A cap makes logits equal that were not: the first of them is chosen, with and without writing logits."""
+    generator = torch.Generator().manual_seed(0)
+    norm = RMSNorm(torch.ones(64, dtype=torch.bfloat16), 1e-6)
+    weight = torch.randn((300, 64), generator=generator).bfloat16() * 4
+    head = LMHead(norm, Linear(weight, None), scale, cap)
+    states = torch.randn((12, 64), generator=generator).bfloat16()
+    logits = head(states)
+    places = logits.argmax(-1)
+    if cap is not None:
+        assert ((logits == logits.max(-1, keepdim=True).values).sum(-1) > 1).all(), "the cap made none equal"
+    found = head.likeliest(states)
+    assert found is None or torch.equal(found, places)

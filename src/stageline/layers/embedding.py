@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -66,7 +68,9 @@ class LMHead:
     def likeliest(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """The place of each row's largest logit, of equals the first: int64 [rows]; None if logits are as quick.
 
-        Neither scale nor cap changes which is the largest.
+        A cap makes equal what differed by little before, and so may a scale that rounds: only logits tell then.
         """
+        if self._cap is not None or abs(math.frexp(self._scale)[0]) != 0.5:
+            return None
         normed, _ = self._norm(hidden_states)
         return self._projection.largest(normed)

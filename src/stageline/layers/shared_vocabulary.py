@@ -38,17 +38,13 @@ class SharedProjection(Linear):
     Args:
         own: to this rank's tokens.
         tokens: which they are; as many as on any other rank, but for the last ones.
-        finds_largest: false where logits that differ here may be equal once they are bent by a cap.
     """
 
-    def __init__(
-        self, own: Linear, tokens: range, vocab_size: int, ranks: TensorParallel, finds_largest: bool = True
-    ) -> None:
+    def __init__(self, own: Linear, tokens: range, vocab_size: int, ranks: TensorParallel) -> None:
         self._own = own
         self._tokens = tokens
         self._vocab_size = vocab_size
         self._ranks = ranks
-        self._finds_largest = finds_largest
         self._share = -(-vocab_size // ranks.size)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,8 +58,6 @@ class SharedProjection(Linear):
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
         """Where each row's largest logit stands, of equals the first: int64 [rows]. Two numbers of a row are told."""
-        if not self._finds_largest:
-            return None
         own = self._own.in_float32(x)
         library = kernels.library(own.device, own.dtype)
         places = own.argmax(-1) if library is None else library.argmax(own.contiguous())

@@ -93,8 +93,7 @@ class LlamaFamily:
         else:
             projection = read_linear(self.reader, "lm_head", len(self._vocabulary), spec.hidden_size)
         if self.ranks.size > 1:
-            has_cap = spec.logit_cap is not None
-            projection = SharedProjection(projection, self._vocabulary, spec.vocab_size, self.ranks, not has_cap)
+            projection = SharedProjection(projection, self._vocabulary, spec.vocab_size, self.ranks)
         return LMHead(self.norm("model.norm"), projection, spec.logit_scale, spec.logit_cap)
 
     def norm(self, name: str) -> RMSNorm:
