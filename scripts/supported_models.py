@@ -13,11 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "supported_models.md"
-TEST_FILES = (
-    "tests/model/test_families.py",
-    "tests/model/test_expert_families.py",
-    "tests/model/test_tensor_parallel.py",
-)
+TEST_FILES = ("tests/model/test_families.py", "tests/model/test_tensor_parallel.py")
 # What a column says, and the test that shows it for a family.
 COLUMNS = {
     "logits, 1–3 stages, chunks": "test_logits_equal_transformers_at_every_depth",

@@ -1,4 +1,4 @@
-"""Every dense family gives `transformers`' logits in float32: cut into stages, in chunks, from shared blocks."""
+"""Every family gives `transformers`' logits in float32: cut into stages, in chunks, from shared blocks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from stageline.checkpoint import open_checkpoint
 from stageline.models.decoder import DecoderStage
 from tests.model.chain import PROMPTS, Chain, logits_in_mixed_batches, sequence
 from tests.model.family_reference import CUTS, References, assert_near, has_kernels_for_all
+from tests.model.tiny_experts import EXPERT_FAMILIES
 from tests.model.tiny_families import FAMILIES
+
+ALL_FAMILIES = {**FAMILIES, **EXPERT_FAMILIES}
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(FAMILIES, tmp_path_factory)
+    return References(ALL_FAMILIES, tmp_path_factory)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_logits_equal_transformers_at_every_depth(family: str, reference: References) -> None:
     expected = reference(family)
     one_stage = logits_in_mixed_batches(Chain(expected.path, CUTS[1]))
@@ -29,7 +32,7 @@ def test_logits_equal_transformers_at_every_depth(family: str, reference: Refere
         assert all(torch.equal(found[number], one_stage[number]) for number in PROMPTS), f"{num_stages} stages differ"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_shared_prefix_gives_the_same_logits(family: str, reference: References) -> None:
     expected = reference(family)
     chain = Chain(expected.path, CUTS[2])
@@ -41,7 +44,7 @@ def test_a_shared_prefix_gives_the_same_logits(family: str, reference: Reference
     assert_near(chain.run({1: len(tokens) - shared})[1], expected.logits[0][shared:])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_without_kernels_torch_gives_the_same_logits(
     family: str, reference: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,7 +55,7 @@ def test_without_kernels_torch_gives_the_same_logits(
         assert_near(found[number], expected.logits[number])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.skipif(not has_kernels_for_all(), reason="on this machine linear layers are torch's")
 def test_blocks_are_recorded_as_one_program(family: str, reference: References) -> None:
     stage: DecoderStage = Chain(reference(family).path, CUTS[1], torch.bfloat16).stages[0]
@@ -68,8 +71,8 @@ def test_bfloat16_logits_stay_near_float32_ones(family: str, reference: Referenc
         assert (found[number] - exact).norm() / exact.norm() < 0.05
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_tensor_of_the_checkpoint_is_read(family: str, reference: References) -> None:
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_every_tensor_of_the_checkpoint_is_read_once(family: str, reference: References) -> None:
     path = reference(family).path
     checkpoint = open_checkpoint(str(path))
     chain = Chain(path, CUTS[1])
