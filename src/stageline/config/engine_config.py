@@ -182,6 +182,13 @@ class EngineConfig:
             raise ConfigError(
                 "--pp-layer-partition is empty; give the layers of each stage, such as 16,14, or leave it out"
             )
+        self._check_sizes()
+        self._check_chunks()
+        self._check_choices()
+        self._check_times()
+        return self
+
+    def _check_sizes(self) -> None:
         at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
         self._check_ranks()
         at_least("threads_per_stage", self.threads_per_stage, 1)
@@ -192,6 +199,14 @@ class EngineConfig:
         for name, lowest in (("max_model_len", 2), ("max_queue", 1)):
             if (value := getattr(self, name)) is not None:
                 at_least(name, value, lowest)
+        window = self.max_microbatches_in_flight
+        if window is not None and window < self.pipeline_parallel_size:
+            raise ConfigError(
+                f"--max-microbatches-in-flight is {window} for {self.pipeline_parallel_size} stages; fewer than one "
+                f"per stage leaves stages idle: give at least {self.pipeline_parallel_size}"
+            )
+
+    def _check_chunks(self) -> None:
         if self.prefill_chunk != AUTO_CHUNK and not (self.prefill_chunk.isdecimal() and int(self.prefill_chunk) > 0):
             raise ConfigError(
                 f"--prefill-chunk is {self.prefill_chunk!r}; give auto, or a number of tokens, such as 512"
@@ -200,12 +215,8 @@ class EngineConfig:
             raise ConfigError(
                 f"--max-decode-slowdown is {self.max_decode_slowdown}; it must be above 1, or prompts would get nothing"
             )
-        window = self.max_microbatches_in_flight
-        if window is not None and window < self.pipeline_parallel_size:
-            raise ConfigError(
-                f"--max-microbatches-in-flight is {window} for {self.pipeline_parallel_size} stages; fewer than one "
-                f"per stage leaves stages idle: give at least {self.pipeline_parallel_size}"
-            )
+
+    def _check_choices(self) -> None:
         choices_of = {
             "dtype": DTYPES,
             "device": DEVICES,
@@ -220,6 +231,8 @@ class EngineConfig:
                 f"--quantization {self.quantization} multiplies on a CPU only, but --device is cuda; give --device cpu "
                 "or --quantization none"
             )
+
+    def _check_times(self) -> None:
         if not self.heartbeat_timeout_s >= SHORTEST_HEARTBEAT_TIMEOUT_S:
             raise ConfigError(
                 f"--heartbeat-timeout-s is {self.heartbeat_timeout_s}; it must be at least "
@@ -232,4 +245,3 @@ class EngineConfig:
             raise ConfigError(
                 f"--rebalance-gain is {self.rebalance_gain}; it must be above 0, or the layers would never rest"
             )
-        return self
