@@ -225,7 +225,7 @@ this noise, and one sample proves no difference of 5 %. All links are measured b
 loopback" compares samples of the same turn.
 
 Made by `python -m benchmarks.network_sweep`, whose first lines tell how; samples may be added in
-short pieces, with `--links` and `--requests`.
+short pieces, with links and numbers of requests chosen (`python -m benchmarks.network_sweep -h`).
 
 """
 

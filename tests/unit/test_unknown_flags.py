@@ -16,7 +16,7 @@ from stageline.cli.main import build_parser, main
         (["generate", "m", "--gpu-memory-utilization=0.9"], "sized with --kv-cache-memory"),
         (["serve", "m", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not supported: keys and values have"),
         (["serve", "m", "--enable-lora", "--lora-modules=a=b"], "a=b is not supported: LoRA adapters are not applied"),
-        (["bench", "latency", "m", "--rope-scaling", "{}"], "as the model's config.json says (rope_scaling, rope_theta)"),
+        (["bench", "latency", "m", "--rope-scaling", "{}"], "as the model's config.json says (rope_scaling,"),
         (["serve", "m", "--served-model-name", "a", "b"], "unrecognized arguments: b (see stageline serve --help)"),
         (["serve", "m", "--quite-something-else"], "unrecognized arguments: --quite-something-else (see"),
     ],
