@@ -165,10 +165,10 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[1000, 4000, 8000])
     parser.add_argument("--decodes", type=int, nargs="+", default=[0, 8])
     parser.add_argument("--rounds", type=int, default=6, help="that count, at least 2")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes, 4 rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
     args = parser.parse_args()
     sizes: list[int | None] = [None, *(QUICK_SIZES if args.quick else SIZES)]
-    rounds = 4 if args.quick else max(2, args.rounds)
+    rounds = max(2, args.rounds)
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores; seconds to the first token")
     columns = "".join(f"{size:>8}" for size in sizes[1:])
