@@ -36,7 +36,7 @@ than a ten-thousandth of the largest, and the likeliest token is the same.
 - **without kernels**: torch computes everything.
 - **one program**: in bfloat16, a stage's layers run as one call into the compiled kernels.
 - **shared by ranks**: the logits of one rank, with two for each of one or two stages, and with two, one and one for
-  three.
+  three; experts in parts, and dealt whole.
 
 """
 

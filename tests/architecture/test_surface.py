@@ -21,6 +21,7 @@ PUBLIC_NAMES = ["LLM", "AsyncLLM", "SamplingParams", "StagelineError", "Structur
 
 ENGINE_FLAGS = _words("""
     --activation-dtype --bind-cores --block-size --chat-template --device --distributed-executor-backend --dtype
+    --enable-expert-parallel --no-enable-expert-parallel
     --enable-prefix-caching --heartbeat-timeout-s --kv-cache-memory --load-timeout-s --long-prefill-token-threshold
     --look-ahead --max-decode-slowdown --no-look-ahead --max-microbatches-in-flight --max-model-len
     --max-num-batched-tokens --max-num-seqs --max-queue --no-bind-cores --no-enable-prefix-caching --no-rebalance

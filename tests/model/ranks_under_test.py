@@ -13,7 +13,7 @@ import torch
 from stageline import kernels
 from stageline.attention.select import select_backend
 from stageline.checkpoint import open_checkpoint
-from stageline.checkpoint.tensor_shards import RankCuts, rank_spec
+from stageline.checkpoint.tensor_shards import RankCuts, as_shared, rank_spec
 from stageline.models.decoder import DecoderStage
 from stageline.parallel.shared_memory import SharedMemoryRanks
 from stageline.parallel.tensor_parallel import ALONE, TensorParallel
@@ -60,8 +60,9 @@ class SharedChain:
         sizes: list[int],
         dtype: torch.dtype = torch.float32,
         keeps_quantized: bool = False,
+        deals_experts: bool = False,
     ) -> None:
-        self.checkpoint = open_checkpoint(str(path))
+        self.checkpoint = as_shared(open_checkpoint(str(path)), deals_experts)
         self.spec = self.checkpoint.spec
         self.limits = MicrobatchLimits(64, 16, self.spec.vocab_size, 8, 512, 128)
         self.requests = RequestsUnderTest(self.limits)

@@ -60,12 +60,15 @@ class Layer:
         self.shared_weight = random(HIDDEN, HIDDEN, scale=HIDDEN**-0.5) if has_shared else None
         self.gate_weight = random(1, HIDDEN, scale=0.3) if has_shared else None
 
-    def mlp(self) -> MoeMLP:
-        weight = self.shared_weight
+    def mlp(self, own: range | None = None) -> MoeMLP:
+        """Args: own: the experts that a rank was dealt; all if it is not given."""
+        weight, first, end = self.shared_weight, 0, self.spec.num_experts
+        if own is not None:
+            first, end = own.start, own.stop
         return MoeMLP(
-            self.spec,
+            self.spec if own is None else replace(self.spec, is_dealt=True, own_experts=(first, end)),
             Router(self.router_weight),
-            iter(self.experts),
+            iter(self.experts[first:end]),
             self.bias,
             None if weight is None else (lambda x: x @ weight.T),
             None if self.gate_weight is None else Router(self.gate_weight),
@@ -110,6 +113,23 @@ def test_the_chosen_experts_are_summed_by_weight(name: str, dtype: torch.dtype, 
     expected = layer.expected(x)
     error = (layer.mlp()(x).double() - expected).norm() / expected.norm()
     assert error < (1e-6 if dtype == torch.float32 else 6e-3)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_ranks_with_some_of_the_experts_give_adds_up_to_all(name: str, variant: str) -> None:
+    layer = Layer(SPECS[name], torch.float32)
+    x = inputs(33, torch.float32)
+    chosen, _ = choose_experts(layer.spec, x @ layer.router_weight.T, layer.bias)
+    total, num_without = torch.zeros_like(x), 0
+    for own in (range(1), range(1, 6), range(6, NUM_EXPERTS)):
+        part = layer.mlp(own)(x)
+        has_own = ((chosen >= own.start) & (chosen < own.stop)).any(1)
+        assert torch.equal(part.abs().sum(1) > 0, has_own)
+        num_without += int((~has_own).sum())
+        total += part
+    assert num_without > 0
+    expected = layer.expected(x)
+    assert (total.double() - expected).norm() / expected.norm() < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -192,6 +212,8 @@ def test_experts_that_stay_quantised_compute_what_their_numbers_do(size: int, is
     assert (found.float() - expected).norm() / expected.norm() < 0.03
     if variant != "torch":
         assert torch.equal(mlp(x[7:8].contiguous())[0], found[7])
+    hands = [MoeMLP(replace(spec, own_experts=own), router, iter(experts[slice(*own)])) for own in ((0, 2), (2, 6))]
+    assert (sum(part(x).float() for part in hands) - expected).norm() / expected.norm() < 0.03
 
 
 def test_of_equal_experts_the_first_are_chosen_and_weights_sum_to_one(variant: str) -> None:

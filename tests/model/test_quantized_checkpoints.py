@@ -23,6 +23,7 @@ from stageline.errors import CheckpointError
 from stageline.kernels.quantized import QuantizedMatrix
 from stageline.weights.reader import CheckpointReader
 from tests.model.chain import Chain, cut, sequence
+from tests.model.ranks_under_test import SharedChain
 from tests.model.tiny_experts import EXPERT_FAMILIES
 from tests.tiny_models import TinyModel, load_reference, reference_logits
 
@@ -314,7 +315,13 @@ def test_gpt_oss_with_mxfp4_is_transformers_with_its_numbers(tmp_path: Path) -> 
     assert packed_bytes(checkpoint.tensors[name]) == checkpoint.tensors[name].num_elements // 32 * 34
     quantized = Chain(stored, cut(2, 2), keeps_quantized=True)
     quantized.requests.add(0, sequence(0, 20))
-    assert 0 < (quantized.run({0: 20})[0] - expected).norm() / expected.norm() < 0.3
+    kept_logits = quantized.run({0: 20})[0]
+    assert 0 < (kept_logits - expected).norm() / expected.norm() < 0.3
+    for keeps_quantized, logits in ((False, expected), (True, kept_logits)):
+        dealt = SharedChain(stored, cut(4), [2], keeps_quantized=keeps_quantized, deals_experts=True)
+        dealt.requests.add(0, sequence(0, 20))
+        near = {"rtol": 1e-4, "atol": (0.02 if keeps_quantized else 1e-4) * logits.abs().max().item()}
+        torch.testing.assert_close(dealt.run({0: 20})[0], logits, **near)
 
 
 def test_numbers_without_scales_are_refused_when_the_model_is_opened(tmp_path: Path) -> None:

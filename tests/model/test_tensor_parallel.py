@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stageline.checkpoint import open_checkpoint, stage_file_bytes
+from stageline.checkpoint.tensor_shards import as_shared
 from stageline.parallel.tensor_parallel import TensorParallel
 from tests.model.chain import PROMPTS, Chain, cut, logits_in_mixed_batches
 from tests.model.ranks_under_test import SharedChain, in_ranks
@@ -37,12 +38,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_logits_are_those_of_one_rank(family: str, checkpoint: Callable[[str], Path]) -> None:
     expected = logits_in_mixed_batches(Chain(checkpoint(family), cut(4)))
-    for layout, (cuts, sizes) in LAYOUTS.items():
-        found = logits_in_mixed_batches(SharedChain(checkpoint(family), cuts, sizes))
+    ways = [(layout, False) for layout in LAYOUTS]
+    if family in EXPERT_FAMILIES:
+        ways += [("TP2", True), ("PP3 x TP2,1,1", True)]
+    for layout, deals_experts in ways:
+        cuts, sizes = LAYOUTS[layout]
+        found = logits_in_mixed_batches(SharedChain(checkpoint(family), cuts, sizes, deals_experts=deals_experts))
+        shown = f"{layout}, experts dealt" if deals_experts else layout
         for number, logits in expected.items():
             near = {"rtol": 1e-4, "atol": 1e-4 * logits.abs().max().item()}
-            torch.testing.assert_close(found[number], logits, **near, msg=lambda text: f"{layout}: {text}")  # noqa: B023
-            assert torch.equal(found[number].argmax(-1), logits.argmax(-1)), layout
+            torch.testing.assert_close(found[number], logits, **near, msg=lambda text: f"{shown}: {text}")  # noqa: B023
+            assert torch.equal(found[number].argmax(-1), logits.argmax(-1)), shown
 
 
 @pytest.mark.parametrize("family", REPLICATED)
@@ -56,12 +62,25 @@ def test_kv_heads_are_copied_where_ranks_are_more(family: str, tmp_path: Path) -
         )
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "deepseek v3"])
-def test_each_rank_reads_its_own_part(family: str, checkpoint: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("family", "deals_experts"),
+    [
+        ("llama", False),
+        ("gemma3", False),
+        ("mixtral", False),
+        ("mixtral", True),
+        ("deepseek v3", False),
+        ("deepseek v3", True),
+        ("gpt-oss", True),
+    ],
+)
+def test_each_rank_reads_its_own_part(
+    family: str, deals_experts: bool, checkpoint: Callable[[str], Path]
+) -> None:
     """What is counted before loading is what is read, and twice that is little more than the file."""
     path = checkpoint(family)
-    opened = open_checkpoint(str(path))
-    [[first, second]] = SharedChain(path, cut(4), [2]).num_bytes_read
+    opened = as_shared(open_checkpoint(str(path)), deals_experts)
+    [[first, second]] = SharedChain(path, cut(4), [2], deals_experts=deals_experts).num_bytes_read
     assert first == stage_file_bytes(opened, range(4), True, True, num_ranks=2)
     whole = sum(entry.num_bytes for entry in opened.tensors.values())
     assert whole <= first + second < 1.35 * whole

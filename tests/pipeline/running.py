@@ -37,7 +37,12 @@ class StartedPipeline:
 
 
 def start_stages(
-    model: Path, num_stages: int, backend: str, partition: str | None = None, ranks: str = "1"
+    model: Path,
+    num_stages: int,
+    backend: str,
+    partition: str | None = None,
+    ranks: str = "1",
+    deals_experts: bool = False,
 ) -> StartedPipeline:
     checkpoint = open_checkpoint(str(model))
     parts = partition_layers(checkpoint.spec.num_layers, num_stages, partition)
@@ -45,6 +50,7 @@ def start_stages(
         model=str(model),
         pipeline_parallel_size=num_stages,
         tensor_parallel_size=ranks,
+        enable_expert_parallel=deals_experts,
         dtype="float32",
         device="cpu",
         distributed_executor_backend=backend,

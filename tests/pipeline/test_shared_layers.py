@@ -27,6 +27,8 @@ PROMPTS = {
     "shares and goes on": [*BEGINNING, *range(150, 180)],
 }
 LAYOUTS = {"qwen3": (1, "2"), "gemma2": (2, "2"), "deepseek v3": (3, "2,1,2")}
+DEALT = ["deepseek v3"]
+"""Families whose experts are dealt to the ranks; tests/model/test_tensor_parallel.py has both ways."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     family: str = request.param
     path = {**FAMILIES, **EXPERT_FAMILIES}[family].write(tmp_path_factory.mktemp("shared"))
     num_stages, ranks = LAYOUTS[family]
-    pipeline = start_stages(path, num_stages, "multi_process", ranks=ranks)
+    pipeline = start_stages(path, num_stages, "multi_process", ranks=ranks, deals_experts=family in DEALT)
     yield Started(family, path, pipeline)
     pipeline.executor.close()
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.model_spec import ModelSpec, MoeSpec, RopeSpec
-from stageline.checkpoint.tensor_shards import RankCuts, check_shards, rank_spec, vocabulary_of
+from stageline.checkpoint.tensor_shards import RankCuts, as_shared, check_shards, rank_spec, vocabulary_of
 from stageline.errors import ConfigError
 from stageline.pipeline.rank_layout import RankLayout, StageRank
 
@@ -27,6 +28,7 @@ SPEC = ModelSpec(
     tie_word_embeddings=False,
 )
 EXPERTS = replace(SPEC, moe=MoeSpec(num_experts=4, num_experts_per_token=2, intermediate_size=40))
+DEALT = as_shared(Checkpoint("m", EXPERTS, {}), deals_experts=True).spec
 ATTENTION, MLP = "model.layers.1.self_attn.", "model.layers.1.mlp."
 
 
@@ -69,6 +71,29 @@ def test_experts_and_mlps_are_cut_by_their_own_sizes() -> None:
     assert cuts.cut_of(MLP + "gate.weight") is None
 
 
+def test_dealt_experts_are_one_ranks_each_and_whole() -> None:
+    names = [f"{MLP}experts.{expert}.{part}" for expert in range(4) for part in ("w1.weight", "w2.bias")]
+    of_first, of_second = (RankCuts(DEALT, rank, 2) for rank in range(2))
+    assert [of_first.own_bytes(name, 7) for name in names] == [7] * 4 + [0] * 4
+    assert [of_second.own_bytes(name, 7) for name in names] == [0] * 4 + [7] * 4
+    assert all(of_first.cut_of(name) is None for name in names)
+    own = rank_spec(DEALT, 2, 1).moe
+    assert own is not None and own.own == range(2, 4) and own.intermediate_size == 40
+    # All experts' in one tensor: a rank reads its own matrices one by one, and its own rows of the biases.
+    packed = MLP + "experts.down_proj"
+    assert of_second.cut_of(packed) is None and of_second.own_bytes(packed, 8) == 4
+    biases = of_second.cut_of(packed + "_bias")
+    assert biases is not None and (biases.dimension, biases.runs) == (0, (range(2, 4),))
+    assert not of_second.is_of_another(packed + "_bias")
+    # What all tokens go through is shared as ever.
+    assert of_second.cut_of(MLP + "gate_up_proj.weight") == RankCuts(EXPERTS, 1, 2).cut_of(MLP + "gate_up_proj.weight")
+
+
+def test_a_model_without_experts_has_none_to_deal() -> None:
+    with pytest.raises(ConfigError, match=r"--enable-expert-parallel .* m is a dense model.*leave it out"):
+        as_shared(Checkpoint("m", SPEC, {}), deals_experts=True)
+
+
 @pytest.mark.parametrize(
     ("spec", "size", "reason"),
     [
@@ -78,6 +103,7 @@ def test_experts_and_mlps_are_cut_by_their_own_sizes() -> None:
         (replace(SPEC, intermediate_size=100), 8, "the MLP's 100 inner numbers .* by 8 ranks; possible are 1, 2, 4"),
         (EXPERTS, 16, "8 attention heads"),
         (replace(EXPERTS, num_heads=16), 16, "an expert's 40 inner numbers .*; possible are 1, 2, 4, 8"),
+        (DEALT, 8, "4 experts cannot be dealt evenly to 8 ranks; possible are 1, 2, 4; or leave --enable-expert-par"),
     ],
 )
 def test_uneven_shares_are_refused_with_what_would_work(spec: ModelSpec, size: int, reason: str) -> None:

@@ -57,6 +57,9 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
         has_bias: router, gate, up and down have biases.
         activation: "silu", or "clamped_swiglu" (gpt-oss): with gate at most `swiglu_limit` and up within ± that,
             gate * sigmoid(swiglu_alpha * gate) * (up + 1).
+        is_dealt: whether ranks that share the layer have whole experts, equally many each, as the operator may ask;
+            otherwise each has a part of every expert.
+        own_experts: of a rank that was dealt some, the first and the one behind the last; None for all.
     """
 
     num_experts: int
@@ -76,6 +79,13 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     activation: str = "silu"
     swiglu_alpha: float = 0.0
     swiglu_limit: float = 0.0
+    is_dealt: bool = False
+    own_experts: tuple[int, int] | None = None
+
+    @property
+    def own(self) -> range:
+        """The experts whose weights are there."""
+        return range(self.num_experts) if self.own_experts is None else range(*self.own_experts)
 
 
 class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):

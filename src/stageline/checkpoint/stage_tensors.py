@@ -59,8 +59,7 @@ def _share_of_first_rank(checkpoint: Checkpoint, num_ranks: int) -> Callable[[Te
     cuts = RankCuts(checkpoint.spec, 0, num_ranks)
 
     def share(entry: TensorEntry, num_bytes: int) -> int:
-        cut = cuts.cut_of(entry.name)
-        return num_bytes if cut is None else num_bytes * cut.size // cut.full_size
+        return cuts.own_bytes(entry.name, num_bytes)
 
     return share
 

@@ -1,8 +1,9 @@
 """How the ranks of a stage share a model: what a rank's own part of it looks like, and which part of a tensor that is.
 
-One idea: a rank runs a smaller model with the same hidden size: fewer heads, narrower MLPs and experts, a part of the
-vocabulary. What its sublayers give is added up over the ranks. So a family is built from the smaller model's spec, asks
-for the shapes that follow, and never learns of ranks; a tensor's name tells which part of it is meant.
+One idea: a rank runs a smaller model with the same hidden size: fewer heads, narrower MLPs, narrower or fewer experts,
+a part of the vocabulary. What its sublayers give is added up over the ranks. So a family is built from the smaller
+model's spec, asks for the shapes that follow, and never learns of ranks; a tensor's name tells which part of it is
+meant.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.errors import ConfigError
 
@@ -34,11 +36,32 @@ class Cut:
         return sum(map(len, self.runs))
 
 
+def as_shared(checkpoint: Checkpoint, deals_experts: bool) -> Checkpoint:
+    """A checkpoint as ranks are to share it.
+
+    Args: deals_experts: each rank has some of a layer's experts whole; otherwise a part of every one.
+    Raises: ConfigError if there are no experts to be dealt.
+    """
+    if not deals_experts:
+        return checkpoint
+    moe = checkpoint.spec.moe
+    if moe is None:
+        raise ConfigError(
+            f"--enable-expert-parallel deals a layer's experts to the ranks of its stage, but {checkpoint.path} is a "
+            "dense model, without experts; leave it out: -tp divides the layers all the same"
+        )
+    return replace(checkpoint, spec=replace(checkpoint.spec, moe=replace(moe, is_dealt=True)))
+
+
 def check_shards(spec: ModelSpec, size: int) -> None:
     """Raises: ConfigError if so many ranks cannot share the model's layers, with the numbers that can."""
     if size > 1 and (reason := _obstacle(spec, size)):
         able = [str(other) for other in range(1, spec.num_heads + 1) if not _obstacle(spec, other)]
-        raise ConfigError(f"--tensor-parallel-size {size}: {reason}; possible are {', '.join(able)}")
+        way_out = ""
+        if spec.moe is not None and spec.moe.is_dealt:
+            cut = replace(spec, moe=replace(spec.moe, is_dealt=False))
+            way_out = "" if _obstacle(cut, size) else "; or leave --enable-expert-parallel out"
+        raise ConfigError(f"--tensor-parallel-size {size}: {reason}; possible are {', '.join(able)}{way_out}")
 
 
 def _obstacle(spec: ModelSpec, size: int) -> str:
@@ -48,7 +71,10 @@ def _obstacle(spec: ModelSpec, size: int) -> str:
         return f"{spec.num_kv_heads} KV heads can neither be shared evenly by {size} ranks nor copied evenly to them"
     sizes = {"the MLP's": spec.intermediate_size}
     if spec.moe is not None:
-        sizes["an expert's"] = spec.moe.intermediate_size
+        if not spec.moe.is_dealt:
+            sizes["an expert's"] = spec.moe.intermediate_size
+        elif spec.moe.num_experts % size:
+            return f"{spec.moe.num_experts} experts cannot be dealt evenly to {size} ranks"
         sizes["the shared expert's"] = spec.moe.shared_intermediate_size
         if not any(not spec.has_experts(layer) for layer in range(spec.num_layers)):
             del sizes["the MLP's"]
@@ -58,16 +84,21 @@ def _obstacle(spec: ModelSpec, size: int) -> str:
     return ""
 
 
-def rank_spec(spec: ModelSpec, size: int) -> ModelSpec:
-    """The model of one of `size` ranks, which `check_shards` accepts. Its vocabulary is the whole one."""
+def rank_spec(spec: ModelSpec, size: int, rank: int = 0) -> ModelSpec:
+    """The model of one of `size` ranks, which `check_shards` accepts. Its vocabulary is the whole one.
+
+    Args: rank: which of them; all are alike but for the experts that they were dealt.
+    """
     if size == 1:
         return spec
     moe = spec.moe
     if moe is not None:
+        own = _share(moe.num_experts, rank, size)
         moe = replace(
             moe,
-            intermediate_size=moe.intermediate_size // size,
+            intermediate_size=moe.intermediate_size if moe.is_dealt else moe.intermediate_size // size,
             shared_intermediate_size=moe.shared_intermediate_size // size,
+            own_experts=(own.start, own.stop) if moe.is_dealt else None,
         )
     return replace(
         spec,
@@ -91,15 +122,32 @@ class RankCuts:
         self._spec = spec
         self._rank = rank
         self._size = size
+        moe = spec.moe
+        self._dealt = range(0)
+        if moe is not None and moe.is_dealt and size > 1:
+            self._dealt = self._share(moe.num_experts)
 
     def is_of_another(self, name: str) -> bool:
-        """A bias behind the sum over ranks: it must be added once, and the first rank does."""
+        """An expert that another rank was dealt; or a bias behind the sum over ranks: it must be added once, and the
+        first rank does."""
+        if self._dealt and ".experts." in name:
+            index = name.partition(".experts.")[2].partition(".")[0]
+            return index.isdecimal() and int(index) not in self._dealt
         return self._rank > 0 and name.endswith(
             ("o_proj.bias", "down_proj.bias", "experts.down_proj_bias", "w2.bias")
         )
 
+    def own_bytes(self, name: str, num_bytes: int) -> int:
+        """How many of a tensor's bytes are the rank's."""
+        if self.is_of_another(name):
+            return 0
+        if self._dealt and name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            return num_bytes // self._size
+        cut = self.cut_of(name)
+        return num_bytes if cut is None else num_bytes * cut.size // cut.full_size
+
     def cut_of(self, name: str) -> Cut | None:
-        """None for a tensor that every rank has whole.
+        """None for a tensor that every rank has whole, and for experts that it was dealt.
 
         Args:
             name: Hugging Face's. Of all experts' matrices in one tensor (`experts.down_proj`) the cut is of one
@@ -154,6 +202,8 @@ class RankCuts:
         return self._evenly(1, spec.num_heads * mla.v_head_dim) if part == "o_proj" and kind == "weight" else None
 
     def _of_mlp(self, parent: str, part: str, kind: str) -> Cut | None:
+        if self._dealt and ".experts." in f"{parent}.":
+            return None
         size = self._inner_size(parent)
         if part in ("gate_proj", "up_proj", "w1", "w3"):
             return self._evenly(0, size)
@@ -176,6 +226,8 @@ class RankCuts:
         moe = self._spec.moe
         if moe is None:
             return None
+        if self._dealt:
+            return Cut(0, (self._dealt,), moe.num_experts) if kind.endswith("_bias") else None
         if kind in ("gate_up_proj", "gate_up_proj_bias"):
             return self._evenly(1, 2 * moe.intermediate_size)
         return self._evenly(0, moe.intermediate_size) if kind == "down_proj" else None
@@ -191,4 +243,8 @@ class RankCuts:
         return Cut(dimension, (self._share(size),), size)
 
     def _share(self, size: int) -> range:
-        return range(self._rank * size // self._size, (self._rank + 1) * size // self._size)
+        return _share(size, self._rank, self._size)
+
+
+def _share(count: int, rank: int, size: int) -> range:
+    return range(rank * count // size, (rank + 1) * count // size)

@@ -111,7 +111,6 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--speculative-config": _no(f"{_DRAFTS}; leave it out"),
     "--speculative-model": _no(f"{_DRAFTS}; leave it out"),
     "--num-speculative-tokens": _no(f"{_DRAFTS}; leave it out"),
-    "--enable-expert-parallel": _no_switch("-tp divides every expert among the ranks of its stage; leave it out"),
     "--enable-lora": _no_switch(_LORA),
     "--lora-modules": _no(_LORA),
     "--max-loras": _no(_LORA),

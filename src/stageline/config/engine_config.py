@@ -54,6 +54,10 @@ class EngineConfig:
         "1", "ranks, a process or GPU each, that share every layer of a stage; a list gives one number per stage, such "
         "as 2,1,1", flags=("-tp",), group="pipeline", metavar="RANKS[,RANKS...]"
     )
+    enable_expert_parallel: bool = setting(
+        False, "deal the experts of a layer to the ranks of its stage, equally many whole ones to each, instead of a "
+        "part of every expert to each; only for models with experts, and only with -tp", group="pipeline",
+    )
     pp_layer_partition: str | None = setting(
         None, "layers per stage, such as 16,14, or auto: by measured times, so that no stage is slower than it must be "
         "(auto-latency: so that all together are as quick as can be) (default: even); the environment variable "

@@ -8,7 +8,6 @@ from itertools import accumulate
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.open import open_checkpoint
 from stageline.checkpoint.stage_tensors import stage_file_bytes, stage_weight_bytes
-from stageline.checkpoint.tensor_shards import check_shards
 from stageline.checkpoint.tokenizer import load_tokenizer
 from stageline.config.engine_config import EngineConfig
 from stageline.cost.layer_costs import item_bytes
@@ -17,7 +16,7 @@ from stageline.doctor.memory import check_memories, memories_of
 from stageline.doctor.patient import Asked, Model
 from stageline.engine.layout import ITEMSIZE, LayoutRules
 from stageline.engine.partitioning import choose_partition, format_counts
-from stageline.engine.startup import check_quantization, check_threads, choose_max_model_len
+from stageline.engine.startup import check_quantization, check_ranks, check_threads, choose_max_model_len
 from stageline.engine.startup_table import format_bytes
 from stageline.errors import ConfigError
 from stageline.executor.messages import StageLoaded
@@ -63,8 +62,7 @@ def _look_at_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> str:
 def _look_at_settings(config: EngineConfig, checkpoint: Checkpoint) -> str:
     check_threads(config)
     check_quantization(config, checkpoint)
-    for size in set(config.ranks_per_stage):
-        check_shards(checkpoint.spec, size)
+    check_ranks(config, checkpoint)
     parse_kv_cache_memory(config.kv_cache_memory, config.pipeline_parallel_size)
     return "they fit the model and this machine"
 

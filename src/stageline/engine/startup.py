@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES
 from stageline.checkpoint.stage_tensors import can_stay_quantized
-from stageline.checkpoint.tensor_shards import check_shards
+from stageline.checkpoint.tensor_shards import as_shared, check_shards
 from stageline.checkpoint.tokenizer import load_tokenizer
 from stageline.clock import Clock
 from stageline.config.engine_config import EngineConfig
@@ -110,6 +110,13 @@ def check_threads(config: EngineConfig) -> None:
         )
 
 
+def check_ranks(config: EngineConfig, checkpoint: Checkpoint) -> None:
+    """Raises: ConfigError if the ranks of some stage cannot share its layers."""
+    shared = as_shared(checkpoint, config.enable_expert_parallel)
+    for size in set(config.ranks_per_stage):
+        check_shards(shared.spec, size)
+
+
 def check_before_start(config: EngineConfig, checkpoint: Checkpoint) -> int:
     """Refuse what can be known to be wrong without starting anything.
 
@@ -118,8 +125,7 @@ def check_before_start(config: EngineConfig, checkpoint: Checkpoint) -> int:
     config.check()
     check_threads(config)
     check_quantization(config, checkpoint)
-    for size in set(config.ranks_per_stage):
-        check_shards(checkpoint.spec, size)
+    check_ranks(config, checkpoint)
     max_model_len = choose_max_model_len(config, checkpoint)
     choose_partition(config, checkpoint, max_model_len)
     parse_kv_cache_memory(config.kv_cache_memory, config.pipeline_parallel_size)
@@ -149,6 +155,9 @@ def start_pipeline(
             "--distributed-executor-backend ray works with `stageline serve` only; leave it out, or ask a server"
         )
     max_model_len = check_before_start(config, checkpoint)
+    checkpoint = as_shared(checkpoint, config.enable_expert_parallel)
+    if config.enable_expert_parallel and max(config.ranks_per_stage) == 1:
+        logger.warning("--enable-expert-parallel changes nothing: no stage has several ranks; give -tp")
     loaded = _load(config, checkpoint, max_model_len, clock, on_progress, remote, wakeup)
     rules = LayoutRules(config, checkpoint, max_model_len)
     with _closed_on_failure(loaded):
@@ -174,6 +183,7 @@ def restart_pipeline(
 
     Raises: as `start_pipeline`.
     """
+    checkpoint = as_shared(checkpoint, config.enable_expert_parallel)
     loaded = _load(config, checkpoint, before.max_model_len, clock, on_progress, remote, wakeup)
     rules = LayoutRules(config, checkpoint, before.max_model_len)
     with _closed_on_failure(loaded):

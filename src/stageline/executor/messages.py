@@ -61,6 +61,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
         access: how its TCP links are protected.
         output_address: where its activations go; None for the last stage.
         rank, num_ranks: which of the processes that share this stage's layers it is, and how many these are.
+        deals_experts: these have whole experts each, rather than a part of each expert.
         ranks_fd: an inherited file whose memory they share; -1 for none.
         device_index: which of the host's GPUs it takes; -1 for the stage's number.
         more_input_addresses: where it listens for the parts of activations that the other ranks of the stage before
@@ -104,6 +105,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     token_output_address: str | None = None
     rank: int = 0
     num_ranks: int = 1
+    deals_experts: bool = False
     ranks_fd: int = -1
     device_index: int = -1
     more_input_addresses: list[str] = []

@@ -133,6 +133,7 @@ class StageProcesses:
             more_output_addresses=outputs[1:],
             rank=place.rank,
             num_ranks=self._ranks.sizes[index],
+            deals_experts=config.enable_expert_parallel,
             device_index=self._ranks.process_of(index, place.rank),
             sends_whole=self._crosses(index + 1),
             hand_on_addresses=token_inputs[1:] if hands_on else [],

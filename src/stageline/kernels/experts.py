@@ -74,7 +74,7 @@ class _PlanStruct(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("gate_up", "down", "quantized")),
         *((name, c_void_p) for name in ("gate_up_bias", "down_bias", "selection_bias")),
-        *((name, c_int64) for name in ("num_experts", "num_chosen", "hidden", "size")),
+        *((name, c_int64) for name in ("num_experts", "first_own", "num_own", "num_chosen", "hidden", "size")),
         *((name, c_int64) for name in ("num_groups", "num_chosen_groups", "group_score_experts")),
         *((name, c_int64) for name in ("is_sigmoid", "normalizes", "is_clamped")),
         *((name, c_float) for name in ("weight_factor", "alpha", "limit")),
@@ -95,11 +95,11 @@ class ExpertKernels:
 
 
 class PackedExperts:
-    """All experts of a layer, ready to compute.
+    """The experts of a layer that are there, ready to compute.
 
     Args:
         kernels: a variant's functions.
-        spec: how experts are chosen and what they compute.
+        spec: which these are, how experts are chosen and what they compute.
         hidden_size: even, as the experts' own size must be.
         selection_bias: [experts], or None.
         dtype: bfloat16 or float32: of the weights and of what is computed with.
@@ -134,9 +134,9 @@ class PackedExperts:
         self._packed.append(packed)
 
     def finish(self) -> None:
-        """All experts were added."""
+        """All experts that are there were added."""
         spec = self._spec
-        assert len(self._packed) + len(self._quantized) // 3 == spec.num_experts
+        assert len(self._packed) + len(self._quantized) // 3 == len(spec.own)
         addresses = [self._table([matrices[which].data_ptr() for matrices in self._packed]) for which in (0, 1)]
         self._structs = matrix_structs(self._quantized)
         quantized = ctypes.addressof(self._structs) if self._quantized else None
@@ -144,7 +144,8 @@ class PackedExperts:
         self._biases.clear()
         self._plan = _PlanStruct(
             *addresses, quantized, *biases, None if self._selection_bias is None else self._selection_bias.data_ptr(),
-            spec.num_experts, spec.num_experts_per_token, self._hidden_size, spec.intermediate_size,
+            spec.num_experts, spec.own.start, len(spec.own), spec.num_experts_per_token,
+            self._hidden_size, spec.intermediate_size,
             spec.num_groups, spec.num_groups_per_token, spec.group_score_experts,
             spec.scoring == "sigmoid", spec.normalizes_weights, spec.activation == "clamped_swiglu",
             spec.weight_factor, spec.swiglu_alpha, spec.swiglu_limit,
@@ -157,7 +158,8 @@ class PackedExperts:
         shared: torch.Tensor | None = None,
         shared_gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The chosen experts' weighted sum, rounded once. A row's result depends on no other row.
+        """The weighted sum of those of the chosen experts that are there, rounded once. A row's result depends on no
+        other row.
 
         Args:
             x: [tokens, hidden].

@@ -54,11 +54,11 @@ class Router:
 
 
 class MoeMLP:
-    """The weighted sum of the chosen experts, and of what is shared.
+    """The weighted sum of the chosen experts, as far as they are there, and of what is shared.
 
     Args:
-        spec: how experts are chosen and what they compute.
-        experts: all of them, in order; each is asked for once, so that one is in memory twice at a time.
+        spec: which experts are there, how experts are chosen and what they compute.
+        experts: all that are there, in order; each is asked for once, so that one is in memory twice at a time.
         selection_bias: float32 [experts], takes part in choosing only; or None.
         shared: computes every token besides; or None.
         shared_gate: its output's weight is the sigmoid of this; or None.
@@ -130,15 +130,17 @@ class TorchExperts:
         """See `PackedExperts`."""
         chosen, weights = choose_experts(self._spec, logits, self._selection_bias)
         num_tokens, num_chosen = chosen.shape
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=self._spec.num_experts).tolist()
+        own = self._spec.own
+        all_counts = torch.bincount(chosen.flatten(), minlength=self._spec.num_experts).tolist()
+        first, counts = sum(all_counts[: own.start]), all_counts[own.start : own.stop]
+        order = chosen.flatten().argsort(stable=True)[first : first + sum(counts)]
         rows = x.index_select(0, order // num_chosen)
         parts, start = [], 0
         for expert, count in zip(self._experts, counts, strict=True):
             if count:
                 parts.append(self._compute(expert, rows[start : start + count]))
                 start += count
-        results = torch.empty(num_tokens * num_chosen, x.shape[1], dtype=torch.float32, device=x.device)
+        results = torch.zeros(num_tokens * num_chosen, x.shape[1], dtype=torch.float32, device=x.device)
         if parts:
             results.index_copy_(0, order, torch.cat(parts).float())
         total = (results.view(num_tokens, num_chosen, x.shape[1]) * weights.unsqueeze(-1)).sum(1)

@@ -35,7 +35,7 @@ class DecoderStage:
         max_model_len: int,
         ranks: TensorParallel = ALONE,
     ) -> None:
-        own_spec = rank_spec(spec, ranks.size)
+        own_spec = rank_spec(spec, ranks.size, ranks.rank)
         family = self._family = load_family(spec.family)(own_spec, reader, backend, max_model_len, ranks)
         self.is_first = layers.start == 0
         self.is_last = layers.stop == spec.num_layers

@@ -62,7 +62,7 @@ def _read_each(
     reader: WeightReader, moe: MoeSpec, hidden: int, prefix: str, names: ExpertNames
 ) -> Iterator[Expert | QuantizedExpert]:
     size = moe.intermediate_size
-    for index in range(moe.num_experts):
+    for index in moe.own:
         gate, up, down = (
             reader.read_matrix(f"{prefix}.{index}.{name}.weight", shape)
             for name, shape in ((names.gate, (size, hidden)), (names.up, (size, hidden)), (names.down, (hidden, size)))
@@ -104,14 +104,14 @@ def _read_packed(
 ) -> Iterator[Expert | QuantizedExpert]:
     count, size = moe.num_experts, moe.intermediate_size
     gate_up_shape, down_shape = (count, hidden, 2 * size), (count, size, hidden)
-    gate_up_biases = reader.read(f"{prefix}.gate_up_proj_bias", (count, 2 * size))
-    down_biases = reader.read(f"{prefix}.down_proj_bias", (count, hidden))
-    for index in range(count):
+    gate_up_biases = reader.read(f"{prefix}.gate_up_proj_bias", (len(moe.own), 2 * size))
+    down_biases = reader.read(f"{prefix}.down_proj_bias", (len(moe.own), hidden))
+    for place, index in enumerate(moe.own):
         gate_and_up = (slice(0, None, 2), slice(1, None, 2))
         gate, up = reader.read_transposed_part(f"{prefix}.gate_up_proj", gate_up_shape, index, gate_and_up)
         [down] = reader.read_transposed_part(f"{prefix}.down_proj", down_shape, index, (slice(None),))
-        biases = gate_up_biases[index]
-        yield _expert(gate, up, down, torch.cat((biases[0::2], biases[1::2])), down_biases[index])
+        biases = gate_up_biases[place]
+        yield _expert(gate, up, down, torch.cat((biases[0::2], biases[1::2])), down_biases[place])
 
 
 def _moe(spec: ModelSpec) -> MoeSpec:

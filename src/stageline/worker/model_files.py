@@ -13,6 +13,7 @@ import zmq
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.open import open_checkpoint
 from stageline.checkpoint.stage_tensors import stage_tensor_names
+from stageline.checkpoint.tensor_shards import as_shared
 from stageline.errors import CheckpointError
 from stageline.executor.messages import Loading, WorkerConfig
 from stageline.links.frames import encode_message
@@ -31,7 +32,8 @@ class ModelFiles:
 
     def open(self) -> Checkpoint:
         """Raises: CheckpointError."""
-        return open_checkpoint(self._config.model) if self._copy is None else self._copy.open()
+        checkpoint = open_checkpoint(self._config.model) if self._copy is None else self._copy.open()
+        return as_shared(checkpoint, self._config.deals_experts)
 
     def open_with(self, layers: Iterable[int], tells_progress: bool = True) -> Checkpoint:
         """As `open`, and the tensors of these layers and of the stage's ends are there.
@@ -49,7 +51,7 @@ class ModelFiles:
             raise
 
     def _copied(self, copy: ModelCopy, layers: Iterable[int], tells_progress: bool) -> Checkpoint:
-        checkpoint = copy.open()
+        checkpoint = self.open()
         index, last = self._config.stage_index, self._config.num_stages - 1
         names = {
             name

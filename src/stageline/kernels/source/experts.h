@@ -2,7 +2,8 @@
 //
 // One idea: rows are put in the order of their experts, so each chosen expert is two ordinary products (gemm.h) over
 // consecutive rows, and no other expert's weights are read. A row's sums, and the order in which its experts' results
-// are added up, do not depend on what other rows chose.
+// are added up, do not depend on what other rows chose. Of experts that other ranks have, nothing is computed: a row's
+// sum is then without them.
 #pragma once
 #include <atomic>
 
@@ -13,16 +14,17 @@ namespace STAGELINE_VARIANT {
 
 constexpr int64_t MAX_EXPERTS = 1024;
 constexpr int64_t COLUMNS_AT_ONCE = 128;  // of one expert, as a piece of work for a thread
+constexpr int64_t ELSEWHERE = -1;         // the place of a row whose expert is not there
 
-// The same for all calls of a layer; experts.py has the same fields.
+// The same for all calls of a layer; experts.py has the same fields. Own experts are those whose weights are there.
 struct ExpertsPlan {
-    const uint32_t* const* gate_up;  // [experts] packed, the gate first; null if they stay quantised
-    const uint32_t* const* down;     // [experts] packed
-    const QuantizedMatrix* quantized;  // [experts][3] gate, up and down, or null
-    const float* gate_up_bias;       // [experts][2 size], the gate's first, or null
-    const float* down_bias;          // [experts][hidden] or null
+    const uint32_t* const* gate_up;  // [own] packed, the gate first; null if they stay quantised
+    const uint32_t* const* down;     // [own] packed
+    const QuantizedMatrix* quantized;  // [own][3] gate, up and down, or null
+    const float* gate_up_bias;       // [own][2 size], the gate's first, or null
+    const float* down_bias;          // [own][hidden] or null
     const float* selection_bias;     // [experts]; takes part in choosing only; or null
-    int64_t num_experts, num_chosen, hidden, size;
+    int64_t num_experts, first_own, num_own, num_chosen, hidden, size;
     int64_t num_groups, num_chosen_groups, group_score_experts;
     int64_t is_sigmoid, normalizes, is_clamped;
     float weight_factor, alpha, limit;
@@ -33,9 +35,9 @@ template <class T>
 struct ExpertsScratch {
     int32_t* chosen;   // [tokens][num_chosen] experts
     float* weights;    // [tokens][num_chosen]
-    int64_t* places;   // [tokens][num_chosen] where the rows stand when ordered by expert
-    int64_t* starts;   // [experts + 1] first row of each
-    int64_t* active;   // [experts] those that have rows
+    int64_t* places;   // [tokens][num_chosen] where the rows stand when ordered by expert; ELSEWHERE
+    int64_t* starts;   // [own + 1] first row of each
+    int64_t* active;   // [own] those that have rows, counted from the first own one
     T* rows;           // [tokens * num_chosen][hidden]
     T* gated;          // [tokens * num_chosen][size]
     float* results;    // [tokens * num_chosen][hidden]
@@ -51,8 +53,8 @@ struct ExpertsScratch {
         chosen = take<int32_t>(cursor, n);
         weights = take<float>(cursor, n);
         places = take<int64_t>(cursor, n);
-        starts = take<int64_t>(cursor, plan.num_experts + 1);
-        active = take<int64_t>(cursor, plan.num_experts);
+        starts = take<int64_t>(cursor, plan.num_own + 1);
+        active = take<int64_t>(cursor, plan.num_own);
         const int64_t widest = plan.hidden > plan.size ? plan.hidden : plan.size;
         quants = take<int8_t>(cursor, plan.quantized ? n * widest : 0);
         blocks = take<BlockOfX>(cursor, plan.quantized ? n * (widest / BLOCK) : 0);
@@ -225,19 +227,26 @@ class Experts {
     void order() {
         const int64_t n = tokens * plan.num_chosen;
         int64_t* starts = scratch.starts;
-        memset(starts, 0, (plan.num_experts + 1) * sizeof(int64_t));
-        for (int64_t i = 0; i < n; i++) starts[scratch.chosen[i] + 1]++;
-        for (int64_t e = 0; e < plan.num_experts; e++) {
+        memset(starts, 0, (plan.num_own + 1) * sizeof(int64_t));
+        for (int64_t i = 0; i < n; i++)
+            if (is_own(i)) starts[own_expert(i) + 1]++;
+        for (int64_t e = 0; e < plan.num_own; e++) {
             if (starts[e + 1]) scratch.active[num_active++] = e;
             starts[e + 1] += starts[e];
         }
         for (int64_t i = 0; i < n; i++) {
-            const int64_t place = scratch.places[i] = starts[scratch.chosen[i]]++;
+            scratch.places[i] = ELSEWHERE;
+            if (!is_own(i)) continue;
+            const int64_t place = scratch.places[i] = starts[own_expert(i)]++;
             memcpy(scratch.rows + place * plan.hidden, x + i / plan.num_chosen * plan.hidden, plan.hidden * sizeof(T));
         }
-        for (int64_t e = plan.num_experts; e > 0; e--) starts[e] = starts[e - 1];
+        for (int64_t e = plan.num_own; e > 0; e--) starts[e] = starts[e - 1];
         starts[0] = 0;
     }
+
+    // Of a token's choice, counted from the first own expert.
+    int64_t own_expert(int64_t i) const { return scratch.chosen[i] - plan.first_own; }
+    bool is_own(int64_t i) const { return own_expert(i) >= 0 && own_expert(i) < plan.num_own; }
 
     void multiply() const {
         const int64_t hidden_steps = plan.hidden / PER_WORD, size_steps = plan.size / PER_WORD;
@@ -298,7 +307,7 @@ class Experts {
     // panel: columns that must not be parted. column_bytes: of weights.
     template <class Work>
     void for_each_piece(int64_t columns, int64_t panel, double column_bytes, const Work& work) const {
-        const double bytes = columns * column_bytes, operations = tokens * plan.num_chosen * bytes;
+        const double bytes = columns * column_bytes, operations = scratch.starts[plan.num_own] * bytes;
         const int parts = worth_sharing(threads, num_active * bytes, operations, BF16_FLOPS_PER_S);
         const int64_t at_once = COLUMNS_AT_ONCE / panel * panel, per_expert = (columns + at_once - 1) / at_once;
         std::atomic<int64_t> next{0};
@@ -310,7 +319,7 @@ class Experts {
         });
     }
 
-    // A token's results, weighted, in the order in which its experts were chosen.
+    // A token's results, weighted, in the order in which its experts were chosen. Sums without a result are zero.
     void combine(int64_t t, const T* shared, const float* shared_gate, T* out) const {
         const int64_t* places = scratch.places + t * plan.num_chosen;
         const float* weights = scratch.weights + t * plan.num_chosen;
@@ -319,7 +328,8 @@ class Experts {
             const int64_t n = plan.hidden - c;
             vf sum = {};
             for (int64_t j = 0; j < plan.num_chosen; j++)
-                sum = fma(load(scratch.results + places[j] * plan.hidden + c, n), splat(weights[j]), sum);
+                if (places[j] != ELSEWHERE)
+                    sum = fma(load(scratch.results + places[j] * plan.hidden + c, n), splat(weights[j]), sum);
             if (shared) sum = fma(load(shared + t * plan.hidden + c, n), share, sum);
             store(out + t * plan.hidden + c, sum, n);
         }
