@@ -28,7 +28,7 @@ IMPORTS: dict[str, set[str]] = {
     "doctor": {"server", "engine", "cluster", "executor", "links", "cost", "kv", "pipeline"},
     "loadgen": set(),
     "planner": {"engine", "executor", "scheduler", "kv", "cost", "pipeline", "loadgen", "links"},
-    "cli": {"doctor", "planner", "engine", "server", "cluster", "links", "loadgen", "cost", "pipeline"},
+    "cli": {"doctor", "planner", "engine", "server", "cluster", "links", "loadgen", "cost", "pipeline", "transfer"},
     "kernels": {"pipeline"},
     "attention": {"kernels", "pipeline"},
     "parallel": {"kernels", "pipeline"},

@@ -90,6 +90,7 @@ WITHOUT_ENGINE_FLAGS = {
         --output-len --plot --prefix-len --range-ratio --rates --request-rate --seed --temperature --time-scale
         --timeout-s
     """),
+    "cache": ["--clear", "--keep-bytes"],
     "join": _words("""
         --bind-cores --cluster-key-file --insecure --interface --join-timeout --join-timeout-s --model --model-source
         --no-bind-cores --node-address --node-rank --port-range --stages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import select
 import shutil
@@ -122,6 +124,30 @@ def test_processes_that_start_together_compile_once(machine: Machine) -> None:
     libraries = {process.communicate(timeout=120)[0] for process in running}
     assert all(process.returncode == 0 for process in running)
     assert len(libraries) == 1 and machine.num_libraries_linked == 1
+
+
+def test_who_waits_for_another_process_to_compile_says_so(machine: Machine) -> None:
+    machine.install_working()
+    machine.cache.mkdir(mode=0o700, parents=True)
+    told: list[str] = []
+    with (machine.cache / "lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        class Done(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                told.append(record.getMessage())
+                fcntl.flock(other, fcntl.LOCK_UN)
+
+        handler, level = Done(), build.logger.level
+        build.logger.addHandler(handler)
+        build.logger.setLevel(logging.INFO)
+        try:
+            # Were nothing said, nobody would let it go on.
+            assert build.build_library(machine.cache).exists()
+        finally:
+            build.logger.removeHandler(handler)
+            build.logger.setLevel(level)
+    assert "which another process compiles" in told[0]
 
 
 def test_a_failing_compiler_leaves_nothing_and_its_last_words_are_told(machine: Machine) -> None:

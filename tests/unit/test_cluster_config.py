@@ -114,8 +114,6 @@ def test_ranks_are_given_for_all_stages_or_for_each() -> None:
         ("0", {}, "give a number of at least 1"),
         ("two", {}, "give a number of at least 1"),
         ("2", {"distributed_executor_backend": "in_process"}, "in_process runs all in one process"),
-        ("2", {"pipeline_parallel_size": 2, "pp_layer_partition": "auto"}, "give --pp-layer-partition as numbers"),
-        ("2", {"pipeline_parallel_size": 2, "rebalance": True}, "leave --rebalance out"),
     ],
 )
 def test_ranks_that_cannot_work_are_refused(sizes: str, others: dict[str, Any], reason: str) -> None:
@@ -130,6 +128,19 @@ def test_vllms_flags_are_understood() -> None:
         nnodes=2, node_rank=1, master_addr="10.0.0.1", master_port=29501, headless=True
     )
     assert cluster.is_spread and cluster.ports.start == 29502
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--distributed-executor-backend ray", "ray starts the stages on other machines itself; leave --headless out"),
+        ("--master-addr 127.0.0.1 --node-rank 1 -dp 2", "-dp 2: .* a balancer before them"),
+    ],
+)
+def test_headless_with_what_makes_no_sense_is_refused_with_the_way_out(words: str, reason: str) -> None:
+    args = build_parser().parse_args(f"serve m -pp 2 --headless {words}".split())
+    with pytest.raises(ConfigError, match=reason):
+        args.run(args)
 
 
 @pytest.mark.parametrize("head", ["", ":1", "a:b", "a:0", "a:99999", "[::1]x"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,19 +18,24 @@ from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.digest import model_digest
 from stageline.checkpoint.open import open_checkpoint
 from stageline.checkpoint.stage_tensors import stage_tensor_names
+from stageline.cli.main import main
+from stageline.cluster.weight_port import kept_copy
 from stageline.errors import CheckpointError
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.keys import ClusterKey, LinkSecurity
 from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
-from stageline.transfer import client as client_module
+from stageline.transfer import fetching
 from stageline.transfer import server as server_module
 from stageline.transfer.client import ModelCopy
 from stageline.transfer.copy_files import check_about, check_cache
+from stageline.transfer.kept_models import kept_models, remove, to_remove
 from stageline.transfer.messages import (
+    MOST_DIGESTS,
     PIECE_BYTES,
     AboutModel,
     Answer,
+    AskDigests,
     AskModel,
     AskPiece,
     NotGiven,
@@ -68,14 +75,14 @@ def original(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
 
 
 class Place:
-    """A machine that has models, and one that copies them into `cache`."""
+    """Machines that have models, and one that copies them into `cache`."""
 
     def __init__(self, stack: ExitStack, cache: Path) -> None:
         self._stack = stack
         self.cache = cache
 
-    def serve(self, checkpoint: Checkpoint) -> WeightServer:
-        server = WeightServer(checkpoint, TcpAddress("127.0.0.1", 0), KEY)
+    def serve(self, checkpoint: Checkpoint, is_whole: bool = True) -> WeightServer:
+        server = WeightServer(checkpoint, TcpAddress("127.0.0.1", 0), KEY, is_whole)
         self._stack.callback(server.close)
         return server
 
@@ -84,9 +91,12 @@ class Place:
         self._stack.callback(links.close)
         return links
 
-    def copy(self, server: WeightServer, digest: str) -> ModelCopy:
+    def copy(
+        self, server: WeightServer, digest: str, givers: Sequence[str] = (), cache: Path | None = None
+    ) -> ModelCopy:
         """As a process does that was just started."""
-        copy = ModelCopy(WeightSource(str(server.address), digest, str(self.cache)), KEY)
+        source = WeightSource(str(server.address), digest, str(cache or self.cache), list(givers), "the model")
+        copy = ModelCopy(source, KEY)
         self._stack.callback(copy.close)
         return copy
 
@@ -197,6 +207,7 @@ def test_nothing_but_the_models_pieces_is_given(place: Place, original: Checkpoi
 
     num_runs = len(table_of(original).fronts) + len(table_of(original).tensors)
     refused = [AskPiece(num_runs, 0), AskPiece(-1, 0), AskPiece(0, -1), AskPiece(0, 2**40), AskPiece(2**60, 0)]
+    refused += [AskDigests(0, -1, 1), AskDigests(0, 0, 0), AskDigests(0, 0, MOST_DIGESTS), AskDigests(0, 2**60, 2**60)]
     for frame in (*map(encode_message, refused), b"", b"/etc/passwd", encode_message(NotGiven("me"))):
         answer, rest = ask(frame)
         assert isinstance(answer, NotGiven) and rest == [], frame
@@ -208,7 +219,7 @@ def test_nothing_but_the_models_pieces_is_given(place: Place, original: Checkpoi
 def test_a_copy_goes_on_when_its_source_is_back(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "_ASK_AGAIN_S", 0.5)
+    monkeypatch.setattr(fetching, "_ASK_AGAIN_S", 0.5)
     original = open_checkpoint(str(_write_hf(tmp_path / "its")))
     first, names = place.serve(original), _last_stage(original)
     others: list[WeightServer] = []
@@ -225,6 +236,98 @@ def test_a_copy_goes_on_when_its_source_is_back(
         for other in others:
             other.close()
     assert others and all(_bytes_of(copy.open(), name) == _bytes_of(original, name) for name in names)
+
+
+def _came_from(address: TcpAddress, caplog: pytest.LogCaptureFixture) -> int:
+    """Bytes, as the log of the last copy tells."""
+    found = re.search(rf"([\d,]+) from {re.escape(str(address))}[,)]", caplog.messages[-1])
+    return int(found[1].replace(",", "")) if found else 0
+
+
+def test_who_has_a_piece_may_give_it_and_a_copy_with_holes_gives_what_it_has(
+    place: Place, original: Checkpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    head, digest, names = place.serve(original), model_digest(original), list(original.tensors)
+    half = place.copy(head, digest, cache=tmp_path / "half")
+    half.fetch(_last_stage(original))
+    kept = kept_copy(tmp_path / "half", digest, head.fingerprint())
+    assert kept is not None and kept_copy(tmp_path / "half", "00" * 32, head.fingerprint()) is None
+    givers = [place.serve(kept, is_whole=False), place.serve(original)]
+    copy = place.copy(head, digest, [str(giver.address) for giver in givers])
+    copy.fetch(names)
+    assert all(_bytes_of(copy.open(), name) == _bytes_of(original, name) for name in names)
+    shares = [_came_from(one.address, caplog) for one in (head, *givers)]
+    assert all(shares[1:]) and sum(shares) == _num_bytes(original, names)
+
+
+@pytest.mark.parametrize("trouble", ["lost", "absent", "other weights", "another model"])
+def test_a_giver_that_is_lost_or_has_something_else_costs_nothing(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    monkeypatch.setattr(fetching, "_ASK_AGAIN_S", 0.3)
+    original = open_checkpoint(str(_write_hf(tmp_path / "its")))
+    theirs = original
+    if trouble == "other weights":
+        theirs = open_checkpoint(str(_write_hf(tmp_path / "other", seed=3)))
+    elif trouble == "another model":
+        theirs = open_checkpoint(str(write_gguf_model(tmp_path / "other.gguf")))
+    giver = place.serve(theirs)
+    if trouble == "absent":
+        giver.close()
+    is_lost = False
+
+    def lose(done: int, total: int) -> None:
+        nonlocal is_lost
+        if trouble == "lost" and done > 0 and not is_lost:
+            is_lost = True
+            giver.close()
+
+    copy = place.copy(place.serve(original), model_digest(original), [str(giver.address)])
+    copy.fetch(list(original.tensors), lose)
+    assert all(_bytes_of(copy.open(), name) == _bytes_of(original, name) for name in original.tensors)
+    assert is_lost == (trouble == "lost")
+
+
+def test_what_is_kept_is_told_and_goes_unless_it_is_in_use_the_longest_unused_first(
+    place: Place, tmp_path: Path
+) -> None:
+    models = [open_checkpoint(str(_write_hf(tmp_path / f"seed{seed}", seed))) for seed in (1, 2, 3)]
+    copies = [place.copy(place.serve(model), model_digest(model)) for model in models]
+    for copy in copies:
+        copy.fetch(["model.norm.weight", "lm_head.weight"])
+    assert [one.is_in_use for one in kept_models(place.cache)] == [True] * 3
+    assert to_remove(kept_models(place.cache), 0) == []
+    for age_s, copy in enumerate(copies[:2]):
+        folder = Path(copy.open().path)
+        copy.close()
+        os.utime(folder, (1000 + age_s, 1000 + age_s))
+    kept = kept_models(place.cache)
+    sizes = [one.num_bytes for one in kept]
+    wanted = _num_bytes(models[0], ["lm_head.weight"])
+    assert all(one.model == "the model" and wanted <= one.num_bytes < 2 * wanted for one in kept)
+    assert [one.used_s for one in kept[1:]] == [1001, 1000] and [one.is_in_use for one in kept] == [True, False, False]
+    assert to_remove(kept, sum(sizes)) == [] and to_remove(kept, sum(sizes) - 1) == kept[2:]
+    assert to_remove(kept, sizes[0]) == [kept[2], kept[1]]
+    assert not remove(kept[0]) and remove(kept[2]) and len(kept_models(place.cache)) == 2
+
+
+def test_the_command_tells_what_is_kept_and_leaves_what_a_stage_has_open(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert main(["cache"]) == 0 and "0 B of 0 models" in capsys.readouterr().out
+    original = open_checkpoint(str(_write_hf(tmp_path / "its")))
+    copy = place.copy(place.serve(original), model_digest(original), cache=tmp_path / "home/stageline/models")
+    copy.fetch(["model.norm.weight"])
+    assert main(["cache", "--clear"]) == 0
+    told = capsys.readouterr()
+    assert "of 1 model\n" in told.out and "in use" in told.out and "the model" in told.out and "in use" in told.err
+    copy.close()
+    assert main(["cache", "--keep-bytes", "1GiB"]) == 0 and " used 2" in capsys.readouterr().out
+    assert main(["cache", "--keep-bytes", "0"]) == 0 and "removed the model, " in capsys.readouterr().err
+    assert main(["cache", "--keep-bytes", "some"]) == 2 and "50GiB" in capsys.readouterr().err
+    assert kept_models(tmp_path / "home/stageline/models") == []
 
 
 def test_nonsense_from_somebody_with_the_key_disturbs_nobody(place: Place, original: Checkpoint) -> None:

@@ -56,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     # Imported here, where an early Ctrl-C is already handled.
-    from stageline.cli import bench, chat, doctor, generate, join, key, plan, probe, serve, timeline, tune
+    from stageline.cli import bench, cache, chat, doctor, generate, join, key, plan, probe, serve, timeline, tune
 
     parser = CommandParser(
         prog="stageline",
@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"stageline {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, chat, serve, join, bench, tune, plan, timeline, key, probe, doctor):
+    for command in (generate, chat, serve, join, bench, tune, plan, timeline, key, cache, probe, doctor):
         command.add_parser(commands)
     return parser
 

@@ -41,10 +41,17 @@ def add_parser(commands: SubParsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     engine, config = engine_config_from_args(args), serve_config_from_args(args)
+    if args.headless:
+        from stageline.cluster.ray_fleet import refuse_headless
+
+        # Before --master-addr is asked for, which would not help.
+        refuse_headless(engine)
     cluster = cluster_config_from_args(args)
     if cluster.headless:
         from stageline.cluster.headless import run_headless
+        from stageline.cluster.start import check_replicas
 
+        check_replicas(config.data_parallel_size, cluster)
         run_headless(engine, cluster, is_insecure=config.insecure)
         return 0
     from stageline.server.start import serve

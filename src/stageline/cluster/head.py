@@ -27,6 +27,8 @@ from stageline.cluster.messages import (
     EndStages,
     FindWay,
     FromNode,
+    GiveWeights,
+    Giving,
     Hello,
     Leaving,
     Refused,
@@ -37,6 +39,7 @@ from stageline.cluster.messages import (
 )
 from stageline.cluster.ports import HeldPort, resolve
 from stageline.cluster.ways import find_way, leads_to, own_hosts, step_bytes
+from stageline.cluster.weight_port import WeightPort
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError, FrameError, WorkerLost
@@ -47,7 +50,6 @@ from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
 from stageline.links.wakeup import Wakeup
 from stageline.pipeline.rank_layout import StageRank
-from stageline.transfer.server import WeightServer
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,9 @@ _NEXT_WAYS_S = 3.0
 
 _WAY_S = 15.0
 """A node may take this long to measure the ways to the next one."""
+
+_GIVERS_S = 5.0
+"""And this long to look for weights that it could give; without them the head gives all."""
 
 
 class Fleet(Protocol):
@@ -136,8 +141,9 @@ class Head:
         self._loss_due: tuple[float, WorkerLost] | None = None
         self._is_first = True
         self._checkpoint = checkpoint
-        self._weights: WeightServer | None = None
-        self._weights_port: HeldPort | None = None
+        self._weights = WeightPort(self._port, cluster.ports, access)
+        self._fingerprint = ""
+        self._givers: dict[bytes, str] = {}
         self._no_way = ""
         self._next_ways_s = 0.0
 
@@ -158,7 +164,9 @@ class Head:
         if self._fleet is not None:
             poller.register(self._fleet.fd, zmq.POLLIN)
         patience_s, notice_s = _NOTICE_S, began_s + _NOTICE_S
-        while not (self._membership.is_complete() and self._are_ways_due() and self._find_ways()):
+        while not (
+            self._membership.is_complete() and self._are_ways_due() and self._find_ways() and self._find_givers()
+        ):
             now_s = self._clock.now_s()
             if now_s >= deadline_s:
                 raise ConfigError(self._who_is_missing(now_s - began_s))
@@ -299,7 +307,8 @@ class Head:
                 msgspec.structs.replace(config, caller_name=name)
             )
         for rank, its_configs in by_node.items():
-            self._send(self._running[rank], StartStages(self._pipeline, its_configs))
+            identity = self._running[rank]
+            self._send(identity, StartStages(self._pipeline, its_configs, self._givers_for(identity)))
 
     def control(self, place: StageRank) -> Channel:
         return _RankChannel(self, place, "control")
@@ -348,6 +357,8 @@ class Head:
             raise
         if isinstance(message, WayFound) and (identity, message.number) == self._awaited_way:
             self._way = message
+        if isinstance(message, Giving):
+            self._givers[identity] = message.address
         is_ours = identity in self._running.values()
         if isinstance(message, StageEnded) and is_ours and message.pipeline == self._pipeline:
             loss = WorkerLost(message.stage_index, f"{self._name_of(message.stage_index)}: {message.how}")
@@ -362,16 +373,37 @@ class Head:
 
     def _serve_weights(self) -> None:
         """For nodes that have none; from a port of its own, as soon as the first one asks."""
-        if self._weights is not None:
+        if self._membership.weights_address:
             return
         try:
-            self._weights_port = self._weights_port or HeldPort(self._port.address.host, self._cluster.ports)
-            self._weights = WeightServer(self._checkpoint, self._weights_port.address, self.access.security())
-        except ConfigError as error:
+            server = self._weights.serve(self._checkpoint)
+            self._fingerprint = server.fingerprint()
+        except (ConfigError, OSError) as error:
             logger.warning("weights cannot be sent to nodes: %s", error)
             return
-        self._membership.weights_address = str(self._weights.address)
-        logger.info("nodes without the model get their stages' weights from %s", self._weights.address)
+        self._membership.weights_address = str(server.address)
+        logger.info("nodes without the model get their stages' weights from %s", server.address)
+
+    def _find_givers(self) -> bool:
+        """Which nodes have weights for those that have none, besides this one. Returns: whether all are still there."""
+        self._givers = {}
+        members = dict(self._membership.members)
+        wanting = [member for member in members.values() if member.hello.wants_weights]
+        asked = [one for one in members.values() if any(other is not one for other in wanting)]
+        for member in asked:
+            self._send(member.identity, GiveWeights(self._fingerprint))
+        deadline_s = self._clock.now_s() + _GIVERS_S
+        while len(self._givers) < len(asked) and (left_s := deadline_s - self._clock.now_s()) > 0:
+            self.socket.poll(math.ceil(left_s * 1000))
+            while self.receive() is not None:
+                pass  # a stage of an earlier pipeline
+        giving = [str(member) for member in asked if self._givers.get(member.identity)]
+        if giving:
+            logger.info("weights are also given by %s", ", ".join(giving))
+        return self._membership.members == members
+
+    def _givers_for(self, identity: bytes) -> list[str]:
+        return [address for giver, address in self._givers.items() if address and giver != identity]
 
     def _first_stage_of(self, rank: int) -> int:
         return sum(count for other, count in self._shares.items() if other < rank)
@@ -392,10 +424,7 @@ class Head:
         self.end(0.0)
         self._links.close(linger_s=0.5)
         self._port.close()
-        if self._weights is not None:
-            self._weights.close()
-        if self._weights_port is not None:
-            self._weights_port.close()
+        self._weights.close()
 
     # ---- what goes out ----
 

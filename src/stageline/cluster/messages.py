@@ -10,7 +10,7 @@ import msgspec
 
 from stageline.executor.messages import WorkerConfig
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Grows when these messages, those of stages, or the frames of activations change."""
 
 
@@ -98,7 +98,17 @@ class WayFound(msgspec.Struct, frozen=True, tag="way_found"):
     words: str
 
 
-FromNode = Hello | Ready | Declined | StageEnded | Here | Leaving | WayFound
+class Giving(msgspec.Struct, frozen=True, tag="giving"):
+    """The answer to `GiveWeights`.
+
+    Args:
+        address: where; empty if it gives none.
+    """
+
+    address: str
+
+
+FromNode = Hello | Ready | Declined | StageEnded | Here | Leaving | WayFound | Giving
 
 # ---- to a node ----
 
@@ -135,10 +145,12 @@ class StartStages(msgspec.Struct, frozen=True, tag="start_stages"):
     Args:
         pipeline: counts up with every start.
         configs: without what only the node knows: the model's path, cores, addresses on this node, the head's address.
+        weight_givers: for a node without the model: which other ones have some of its weights.
     """
 
     pipeline: int
     configs: list[WorkerConfig]
+    weight_givers: list[str] = []
 
 
 class FindWay(msgspec.Struct, frozen=True, tag="find_way"):
@@ -155,6 +167,16 @@ class FindWay(msgspec.Struct, frozen=True, tag="find_way"):
     step_bytes: int
 
 
+class GiveWeights(msgspec.Struct, frozen=True, tag="give_weights"):
+    """Give other nodes what is here of the model with these weights.
+
+    Args:
+        fingerprint: see `stageline.transfer.messages.AboutModel`.
+    """
+
+    fingerprint: str
+
+
 class EndStages(msgspec.Struct, frozen=True, tag="end_stages"):
     """End the stages' processes, those at once that have not left after `patience_s`."""
 
@@ -169,4 +191,4 @@ class SayHello(msgspec.Struct, frozen=True, tag="say_hello"):
     """The head does not know the node any more: it was silent for too long. Its stages are to be ended."""
 
 
-ToNode = Offer | Refused | Welcome | FindWay | StartStages | EndStages | AreYouThere | SayHello
+ToNode = Offer | Refused | Welcome | FindWay | GiveWeights | StartStages | EndStages | AreYouThere | SayHello

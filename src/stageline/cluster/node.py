@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from stageline.checkpoint.checkpoint import Checkpoint
@@ -30,6 +31,8 @@ from stageline.cluster.messages import (
     EndStages,
     FindWay,
     FromNode,
+    GiveWeights,
+    Giving,
     Hello,
     Here,
     Leaving,
@@ -46,6 +49,7 @@ from stageline.cluster.ports import HeldPort, own_address_towards, resolve
 from stageline.cluster.probe_listener import ProbeListener
 from stageline.cluster.reach import Reach
 from stageline.cluster.ways import find_way, listen, own_hosts
+from stageline.cluster.weight_port import WeightPort, kept_copy
 from stageline.config import environment
 from stageline.errors import ConfigError, FrameError
 from stageline.executor.messages import LinkAccess
@@ -134,12 +138,14 @@ class _Node:
         self._hosts = own_hosts(own, asked.interface, is_only=asked.address is not None)
         addresses = [TcpAddress(host.host, self._own.port) for host in self._hosts]
         self._stages = LocalStages(self._folder.path, self._head.url, addresses, asked.access, asked.binds_cores)
+        self._weights = WeightPort(self._port, asked.ports, asked.access)
         self._probes: ProbeListener | None = None
         self._unread: list[ToNode] = []
         self._decoder: MessageDecoder[ToNode] = MessageDecoder(ToNode)
         self._links: Links | None = None
         self._checkpoint: Checkpoint | None = None
         self._model: str | WeightSource = ""
+        self._model_digest = ""
         self._has_been_in = False
 
     def run(self) -> None:
@@ -180,6 +186,7 @@ class _Node:
                 self._send(Leaving())
             self._links.close(linger_s=_GOODBYE_S if self._is_told_to_stop and not self._is_broken else 0.0)
             self._links = None
+        self._weights.close()
 
     def _answer_probes(self, wanted: bool) -> None:
         """Whoever may send to this node's first stage measures the ways to it as long as that is not started."""
@@ -275,6 +282,7 @@ class _Node:
         except HandshakeError as error:
             self._send(Declined(error.step, error.reason))
             raise
+        self._model_digest = digest
         self._send(Ready(digest))
 
     def _open(self, offer: Offer) -> Checkpoint:
@@ -297,10 +305,12 @@ class _Node:
                         self._send(Here(message.question, time.time()))
                     case StartStages():
                         self._answer_probes(False)
-                        self._stages.start(message, self._model)
+                        self._stages.start(message, self._model_from(message.weight_givers))
                     case EndStages():
                         self._stages.end(message.patience_s)
                         self._answer_probes(True)
+                    case GiveWeights():
+                        self._send(Giving(self._give_weights(message)))
                     case FindWay():
                         self._send(find_way(self._hosts, message, self._asked.access.security()))
                     case Refused():
@@ -316,6 +326,28 @@ class _Node:
             logger.warning("the head is gone: the stages here end, and this node waits for it at %s", self._head)
 
 
+    def _model_from(self, givers: list[str]) -> str | WeightSource:
+        if isinstance(self._model, str):
+            return self._model
+        return msgspec.structs.replace(self._model, givers=givers)
+
+    def _give_weights(self, asked: GiveWeights) -> str:
+        """To other nodes, from here. Returns: the address; empty if nothing of them is here, or no port is left."""
+        try:
+            if self._checkpoint is not None:
+                server = self._weights.serve(self._checkpoint)
+                if server.fingerprint() == asked.fingerprint:
+                    return str(server.address)
+                logger.warning("the weights here are not the head's, though the model has the same shape")
+                self._weights.close()
+                return ""
+            copy = kept_copy(_weight_cache(), self._model_digest, asked.fingerprint)
+            return "" if copy is None else str(self._weights.serve(copy, is_whole=False).address)
+        except (ConfigError, OSError) as error:
+            logger.info("other nodes get no weights from here: %s", error)
+            return ""
+
+
 def _weight_cache() -> Path:
     return environment.cache_directory() / "models"
 
@@ -327,7 +359,7 @@ def _weight_source(offer: Offer) -> WeightSource:
     """
     if not offer.weights_address:
         raise HandshakeError("model", "the head has no port left to send weights from; give it a longer --port-range")
-    return WeightSource(offer.weights_address, offer.model_digest, str(_weight_cache()))
+    return WeightSource(offer.weights_address, offer.model_digest, str(_weight_cache()), model=offer.model)
 
 
 def resolve_head(name: str) -> str:

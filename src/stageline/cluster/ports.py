@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from collections.abc import Sequence
 
 from stageline.errors import ConfigError
 from stageline.links.tcp_address import TcpAddress
@@ -33,7 +34,7 @@ class HeldPort:
     Raises: ConfigError if there is none, or the address is not this machine's.
     """
 
-    def __init__(self, address: str, ports: range) -> None:
+    def __init__(self, address: str, ports: Sequence[int]) -> None:
         if TcpAddress(address, 0).is_wildcard():
             raise ConfigError(f"{address} means every interface of this machine; give the address of one of them")
         # Connections of a run before, which may still be closing, make a port look taken at the first sight.
@@ -44,9 +45,9 @@ class HeldPort:
                     self._socket = held
                     self.address = TcpAddress(address, port)
                     return
-        raise ConfigError(
-            f"ports {ports.start} to {ports.stop - 1} of {address} are all in use; give another --port-range"
-        )
+        if not ports:
+            raise ConfigError(f"no port of {address} is left; give a longer --port-range")
+        raise ConfigError(f"ports {ports[0]} to {ports[-1]} of {address} are all in use; give another --port-range")
 
     def close(self) -> None:
         self._socket.close()

@@ -47,9 +47,7 @@ def check_ray(engine: EngineConfig, cluster: ClusterConfig) -> None:
     """Refuse what cannot work whatever Ray has. Raises: ConfigError."""
     flag = f"--distributed-executor-backend {BACKEND}"
     if cluster.headless:
-        raise ConfigError(
-            f"{flag} starts the stages on other machines itself; leave --headless out, and run this on one machine only"
-        )
+        raise _headless_error()
     if importlib.util.find_spec("ray") is None:
         raise ConfigError(f"{flag} needs Ray, which is not installed; in Stageline's folder type: pip install '.[ray]'")
     for name in ("nnodes", "node_rank", "stages", "node_address"):
@@ -60,6 +58,19 @@ def check_ray(engine: EngineConfig, cluster: ClusterConfig) -> None:
         raise ConfigError(
             f"RAY_ADDRESS is {address}, which is Ray's client; run this on a node of the cluster, with RAY_ADDRESS=auto"
         )
+
+
+def refuse_headless(engine: EngineConfig) -> None:
+    """Raises: ConfigError if Ray starts the other machines' stages."""
+    if engine.distributed_executor_backend == BACKEND:
+        raise _headless_error()
+
+
+def _headless_error() -> ConfigError:
+    return ConfigError(
+        f"--distributed-executor-backend {BACKEND} starts the stages on other machines itself; leave --headless out, "
+        "and run this on one machine only"
+    )
 
 
 def ray_access(cluster: ClusterConfig, is_insecure: bool) -> LinkAccess:

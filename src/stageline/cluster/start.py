@@ -68,3 +68,15 @@ def check_head(
     own = resolve(cluster.node_address, "--node-address") if cluster.node_address else address.host
     HeldPort(own, cluster.ports).close()
     own_hosts(own, cluster.interface, is_only=cluster.node_address is not None)
+
+
+def check_replicas(num_replicas: int, cluster: ClusterConfig, is_by_ray: bool = False) -> None:
+    """Raises: ConfigError for several replicas of a pipeline over several machines."""
+    if num_replicas == 1 or not (cluster.is_spread or is_by_ray):
+        return
+    flags = "--distributed-executor-backend ray" if is_by_ray else "--nnodes and --master-addr"
+    own = "with its own --port" if is_by_ray else "with its own machines, --port and --master-port"
+    raise ConfigError(
+        f"-dp {num_replicas}: replicas share one machine, and this pipeline may be spread over several; start a head "
+        f"for each pipeline, {own}, and a balancer before them, as docs/cluster.md shows; or leave {flags} out"
+    )

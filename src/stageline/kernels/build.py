@@ -53,8 +53,8 @@ _COMPILER_LIMIT_S = 300
 _UNFINISHED = "unfinished-"
 # Nobody waits for this process's library any more.
 _is_over = threading.Event()
-# Of one variant on one core; for the log.
-_USUAL_CORE_S = 18
+# Of one variant on one core that nobody else uses, and on a slower one, or one with other work; for the log.
+_USUAL_CORE_S = (18, 60)
 
 
 class KernelBuildError(Exception):
@@ -131,8 +131,11 @@ def _compile_aside(compiler: str, library: Path, variant: str) -> None:
     """Compile in a process that ends its compilers when this one is gone, however that came."""
     for left in library.parent.glob(f"{_UNFINISHED}*"):  # by a machine that went down
         shutil.rmtree(left, ignore_errors=True)
-    usual_s = _USUAL_CORE_S / (os.cpu_count() or 1)
-    logger.info("compiling the CPU kernels (%s) with %s, once; this takes about %.0f s", variant, compiler, usual_s + 1)
+    least_s, most_s = (seconds / (os.cpu_count() or 1) + 1 for seconds in _USUAL_CORE_S)
+    logger.info(
+        "compiling the CPU kernels (%s) with %s, once; this takes about %.0f s, on a busy machine up to %.0f s",
+        variant, compiler, least_s, most_s,
+    )  # fmt: skip
     started_s = time.monotonic()
     command = [sys.executable, "-I", "-S", __file__, compiler, str(SOURCE), str(library), variant]
     # A group of its own: Ctrl-C is for this process, which then closes the pipe.
@@ -180,7 +183,11 @@ def _fingerprint(*compiler: object) -> str:
 def _lock(path: Path) -> Iterator[None]:
     """Held by one process at a time; the system releases it when its holder dies."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for the CPU kernels, which another process compiles")
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -10,13 +10,12 @@ import time
 from stageline.checkpoint import open_checkpoint
 from stageline.checkpoint.tokenizer import load_tokenizer
 from stageline.cluster.ray_fleet import BACKEND, check_ray, ray_access
-from stageline.cluster.start import check_head, link_access
+from stageline.cluster.start import check_head, check_replicas, link_access
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
 from stageline.config.serve_config import ServeConfig
 from stageline.engine.replica_places import Machine, divide
 from stageline.engine.startup import check_before_start
-from stageline.errors import ConfigError
 from stageline.server.answer_parsing import choose_answer_style
 from stageline.server.listening_socket import BACKLOG, bind, url_of
 from stageline.server.preflight import check_open_files, make_ssl_context, with_all_api_keys
@@ -41,7 +40,7 @@ def serve(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig | Non
     with bind(config) as listening:
         if not is_by_ray:
             check_head(engine, cluster, access, api_port=listening.getsockname()[1])
-        _check_replicas(config, cluster, is_by_ray)
+        check_replicas(config.data_parallel_size, cluster, is_by_ray)
         check_open_files(engine.pipeline_parallel_size * config.data_parallel_size)
         checkpoint = open_checkpoint(engine.check().model)
         check_before_start(engine, checkpoint)
@@ -51,12 +50,3 @@ def serve(engine: EngineConfig, serve: ServeConfig, cluster: ClusterConfig | Non
         listening.listen(BACKLOG)
         url = url_of(listening, is_tls=tls is not None)
         Supervisor(replicas, config, checkpoint.path, listening, url, began_s, cluster, access).run()
-
-
-def _check_replicas(serve: ServeConfig, cluster: ClusterConfig, is_by_ray: bool) -> None:
-    if serve.data_parallel_size > 1 and (cluster.is_spread or is_by_ray):
-        flags = "--distributed-executor-backend ray" if is_by_ray else "--nnodes and --master-addr"
-        raise ConfigError(
-            f"--data-parallel-size is {serve.data_parallel_size}, but replicas share one machine, and this pipeline "
-            f"may be spread over several; start one server per pipeline, with a proxy in front, or leave {flags} out"
-        )

@@ -7,6 +7,7 @@ interruption, or damage, what does not match is fetched again.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -21,9 +22,11 @@ from stageline.transfer.messages import AboutModel, Run
 from stageline.transfer.table import digest_of
 
 GGUF = "model.gguf"
+ORIGIN = "origin"
+_DIGITS_IN_NAME = 24
 _MOST_FILES, _MOST_FILE_BYTES = 10_000, 2**46
 _MOST_FRONT_BYTES = 2**30
-_WAY_OUT = "free space there, or name another folder with XDG_CACHE_HOME"
+_WAY_OUT = "free space there (`stageline cache` shows what is kept), or name another folder with XDG_CACHE_HOME"
 
 
 class CopyFiles:
@@ -31,16 +34,20 @@ class CopyFiles:
 
     Args:
         cache: folder of all such copies.
+        model: what the head calls it; written beside it.
     Raises: CheckpointError in one line if the folder cannot be written, or what is told of the model cannot be.
     """
 
-    def __init__(self, cache: Path, about: AboutModel) -> None:
+    def __init__(self, cache: Path, about: AboutModel, model: str = "") -> None:
         check_about(about)
         self._about = about
-        self.folder = cache / f"{about.model_digest[:24]}-{about.fingerprint}"
+        self._model = model
+        self.folder = copy_folder(cache, about.model_digest, about.fingerprint)
         self._files: list[int] = []
         with _errors_in(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
+            os.utime(self.folder)
+            self._in_use = hold_folder(self.folder)
             for number, num_bytes in enumerate(about.file_bytes):
                 file = os.open(self.folder / self._name(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 self._files.append(file)
@@ -72,6 +79,8 @@ class CopyFiles:
 
     def finish(self) -> None:
         """Write what a directory has besides weights; all fronts are there. Other processes may do the same."""
+        with _errors_in(self.folder):
+            self._put(ORIGIN, self._model.encode())
         if self._about.config is None:
             return
         names = [self._name(number) for number in range(len(self._files))]
@@ -91,6 +100,27 @@ class CopyFiles:
     def close(self) -> None:
         while self._files:
             os.close(self._files.pop())
+        if self._in_use is not None:
+            os.close(self._in_use)
+            self._in_use = None
+
+
+def copy_folder(cache: Path, digest: str, fingerprint: str) -> Path:
+    return cache / f"{digest[:_DIGITS_IN_NAME]}-{fingerprint}"
+
+
+def hold_folder(folder: Path) -> int | None:
+    """Until what is returned is closed, `stageline cache` leaves the folder alone. Raises: OSError.
+
+    None where the disk knows no such thing.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def check_cache(cache: Path) -> None:
@@ -128,6 +158,17 @@ def _has_data(file: int, offset: int, num_bytes: int) -> bool:
         return True
     try:
         return os.lseek(file, offset, os.SEEK_DATA) < offset + num_bytes
+    except OSError as error:
+        return error.errno != errno.ENXIO
+
+
+def has_all_data(file: int, offset: int, num_bytes: int) -> bool:
+    """False only if some of it is a hole, as far as the system tells: it counts in blocks."""
+    if not hasattr(os, "SEEK_DATA"):
+        return True
+    try:
+        is_data = os.lseek(file, offset, os.SEEK_DATA) == offset
+        return is_data and os.lseek(file, offset, os.SEEK_HOLE) >= offset + num_bytes
     except OSError as error:
         return error.errno != errno.ENXIO
 

@@ -13,6 +13,9 @@ PIECE_BYTES = 2**20
 
 DIGEST_BYTES = 16
 
+MOST_DIGESTS = 64
+"""What may be asked for at once: the answer needs all these pieces to be read."""
+
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
     """Bytes that lie side by side.
@@ -43,14 +46,18 @@ class WeightSource(msgspec.Struct, frozen=True):
     """Where a process gets weights that its machine lacks; on its way to that process, never to another machine.
 
     Args:
-        address: host and port of the machine that has them.
+        address: host and port of the head, which says what is right.
         model_digest: the model, see `stageline.checkpoint.digest`.
         cache: the folder here that keeps them.
+        givers: of other machines that have some of them.
+        model: as the head calls it, for who looks at the folder.
     """
 
     address: str
     model_digest: str
     cache: str
+    givers: list[str] = []
+    model: str = ""
 
 
 # ---- questions ----
@@ -60,20 +67,27 @@ class AskModel(msgspec.Struct, frozen=True, tag="ask_model"):
     """The answer is `AboutModel`."""
 
 
-class AskPiece(msgspec.Struct, frozen=True, tag="ask_piece"):
-    """The answer is `Piece` and a frame with its bytes.
+class AskDigests(msgspec.Struct, frozen=True, tag="ask_digests"):
+    """The answer is `Digests`.
 
     Args:
         run: fronts are counted first, then the tensors.
-        have: the digest of what the asker has there; if it is right, the frame is empty.
+        num_pieces: at most `MOST_DIGESTS`.
     """
 
     run: int
+    first_piece: int
+    num_pieces: int
+
+
+class AskPiece(msgspec.Struct, frozen=True, tag="ask_piece"):
+    """The answer is `Piece` and a frame with its bytes, or `NotHere`."""
+
+    run: int
     piece: int
-    have: bytes = b""
 
 
-Question = AskModel | AskPiece
+Question = AskModel | AskDigests | AskPiece
 
 # ---- answers ----
 
@@ -99,16 +113,30 @@ class AboutModel(msgspec.Struct, frozen=True, kw_only=True, tag="about_model"):
     num_tensors: int
 
 
+class Digests(msgspec.Struct, frozen=True, tag="digests"):
+    """Args: digests: of consecutive pieces as they are there, `DIGEST_BYTES` each."""
+
+    run: int
+    first_piece: int
+    digests: bytes
+
+
 class Piece(msgspec.Struct, frozen=True, tag="piece"):
-    """Args: digest: of its bytes as they are here."""
+    """Its bytes follow."""
 
     run: int
     piece: int
-    digest: bytes
+
+
+class NotHere(msgspec.Struct, frozen=True, tag="not_here"):
+    """The machine asked has a copy itself, without this piece."""
+
+    run: int
+    piece: int
 
 
 class NotGiven(msgspec.Struct, frozen=True, tag="not_given"):
     reason: str
 
 
-Answer = AboutModel | Piece | NotGiven
+Answer = AboutModel | Digests | Piece | NotHere | NotGiven

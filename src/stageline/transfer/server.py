@@ -22,7 +22,20 @@ from stageline.links.keys import LinkSecurity
 from stageline.links.sockets import Links, Socket, bound_address
 from stageline.links.tcp_address import TcpAddress
 from stageline.links.wakeup import Wakeup
-from stageline.transfer.messages import AboutModel, AskModel, AskPiece, NotGiven, Piece, Question
+from stageline.transfer.copy_files import has_all_data
+from stageline.transfer.messages import (
+    MOST_DIGESTS,
+    AboutModel,
+    AskDigests,
+    AskModel,
+    AskPiece,
+    Digests,
+    NotGiven,
+    NotHere,
+    Piece,
+    Question,
+    Run,
+)
 from stageline.transfer.table import digest_of, fingerprint_of, table_of
 
 logger = logging.getLogger(__name__)
@@ -37,13 +50,17 @@ class WeightServer:
 
     Args:
         address: where; with port 0 a free one is taken.
+        is_whole: false for a copy that may have holes.
     Attributes:
         address: where, with the port that was taken.
     Raises: ConfigError if that cannot be listened on.
     """
 
-    def __init__(self, checkpoint: Checkpoint, address: TcpAddress, security: LinkSecurity | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, address: TcpAddress, security: LinkSecurity | None, is_whole: bool = True
+    ) -> None:
         self._checkpoint = checkpoint
+        self._is_whole = is_whole
         self._table = table_of(checkpoint)
         self._runs = (*self._table.fronts, *self._table.tensors)
         self._about: AboutModel | None = None
@@ -60,6 +77,10 @@ class WeightServer:
         self.address = TcpAddress.parse(bound_address(socket))
         self._thread = threading.Thread(target=self._run, args=(socket,), name="weights", daemon=True)
         self._thread.start()
+
+    def fingerprint(self) -> str:
+        """Raises: OSError."""
+        return fingerprint_of(self._checkpoint, self._table)
 
     def close(self) -> None:
         self._bell.ring()
@@ -96,6 +117,8 @@ class WeightServer:
             if isinstance(question, AskModel):
                 self._about = self._about or self._describe()
                 return [encode_message(self._about)]
+            if isinstance(question, AskDigests):
+                return self._digests(question)
             return self._piece(question)
         except FrameError as error:
             return [encode_message(NotGiven(str(error)))]
@@ -103,23 +126,39 @@ class WeightServer:
             logger.error("weights cannot be sent: %s", error)
             return [encode_message(NotGiven(f"the weights cannot be read there: {error.strerror}"))]
 
+    def _digests(self, asked: AskDigests) -> list[bytes]:
+        """Raises: FrameError if there are no such pieces, or too many; OSError."""
+        if not 0 < asked.num_pieces <= MOST_DIGESTS:
+            raise FrameError(f"digests of {asked.num_pieces} pieces at once; ask for 1 to {MOST_DIGESTS}")
+        pieces = range(asked.first_piece, asked.first_piece + asked.num_pieces)
+        run = self._run_with(asked.run, pieces)
+        digests = b"".join(digest_of(self._read(run, piece)) for piece in pieces)
+        return [encode_message(Digests(asked.run, asked.first_piece, digests))]
+
     def _piece(self, asked: AskPiece) -> list[bytes]:
         """Raises: FrameError if there is no such piece of this model; OSError."""
-        if not 0 <= asked.run < len(self._runs) or not 0 <= asked.piece < self._runs[asked.run].num_pieces:
-            raise FrameError(f"the model has no piece {asked.piece} of run {asked.run}; it has {len(self._runs)} runs")
-        run = self._runs[asked.run]
-        offset, num_bytes = run.piece(asked.piece)
-        data = self._read(self._table.files[run.file], offset, num_bytes)
-        digest = digest_of(data)
-        answer = encode_message(Piece(asked.run, asked.piece, digest))
-        return [answer, b"" if digest == asked.have else data]
+        run = self._run_with(asked.run, range(asked.piece, asked.piece + 1))
+        if not self._is_whole and not has_all_data(self._file(run), *run.piece(asked.piece)):
+            return [encode_message(NotHere(asked.run, asked.piece))]
+        return [encode_message(Piece(asked.run, asked.piece)), self._read(run, asked.piece)]
 
-    def _read(self, file: str, offset: int, num_bytes: int) -> bytes:
+    def _run_with(self, number: int, pieces: range) -> Run:
+        """Raises: FrameError."""
+        if not 0 <= number < len(self._runs) or not 0 <= pieces[0] <= pieces[-1] < self._runs[number].num_pieces:
+            raise FrameError(f"the model has no piece {pieces[-1]} of run {number}; it has {len(self._runs)} runs")
+        return self._runs[number]
+
+    def _file(self, run: Run) -> int:
+        file = self._table.files[run.file]
         if file not in self._files:
             self._files[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        data = os.pread(self._files[file], num_bytes, offset)
+        return self._files[file]
+
+    def _read(self, run: Run, piece: int) -> bytes:
+        offset, num_bytes = run.piece(piece)
+        data = os.pread(self._file(run), num_bytes, offset)
         if len(data) != num_bytes:
-            raise FrameError(f"the head's file is shorter than it was: no {num_bytes} bytes at byte {offset}")
+            raise FrameError(f"the file there is shorter than it was: no {num_bytes} bytes at byte {offset}")
         return data
 
     def _describe(self) -> AboutModel:
@@ -128,7 +167,7 @@ class WeightServer:
         more = folder / GENERATION_CONFIG
         return AboutModel(
             model_digest=model_digest(self._checkpoint),
-            fingerprint=fingerprint_of(self._checkpoint, self._table),
+            fingerprint=self.fingerprint(),
             config=None if is_gguf else (folder / CONFIG).read_bytes(),
             generation_config=more.read_bytes() if not is_gguf and more.is_file() else b"",
             file_bytes=[Path(file).stat().st_size for file in self._table.files],

@@ -1,0 +1,86 @@
+"""What copies of models this machine keeps, how large they are, and which of them may go.
+
+One idea: whoever uses a copy holds its folder, so what is in use is never removed, and what is not is only a cache.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from stageline.transfer.copy_files import ORIGIN
+
+_BYTES_PER_BLOCK = 512
+_MOST_SHOWN = 200
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """Args:
+    model: as its head called it; empty if it was interrupted before that was known.
+    num_bytes: on the disk; holes take none.
+    used_s: when a stage opened it last, in seconds since 1970.
+    """
+
+    folder: Path
+    model: str
+    num_bytes: int
+    used_s: float
+    is_in_use: bool
+
+
+def kept_models(cache: Path) -> list[KeptModel]:
+    """The one used last first. Raises: OSError."""
+    if not cache.is_dir():
+        return []
+    found = [_look_at(folder) for folder in cache.iterdir() if folder.is_dir()]
+    return sorted(found, key=lambda one: one.used_s, reverse=True)
+
+
+def _look_at(folder: Path) -> KeptModel:
+    with _alone(folder) as is_free:
+        origin = folder / ORIGIN
+        text = origin.read_text(errors="replace")[:_MOST_SHOWN] if origin.is_file() else ""
+        num_bytes = sum(file.stat().st_blocks for file in folder.iterdir()) * _BYTES_PER_BLOCK
+        model = "".join(letter if letter.isprintable() else "?" for letter in text)
+        return KeptModel(folder, model, num_bytes, folder.stat().st_mtime, not is_free)
+
+
+def to_remove(kept: Sequence[KeptModel], keep_bytes: int) -> list[KeptModel]:
+    """Those to do without, so that no more than `keep_bytes` are kept: unused longest first, none that is in use."""
+    left = sum(one.num_bytes for one in kept)
+    chosen = []
+    for one in sorted((one for one in kept if not one.is_in_use), key=lambda one: one.used_s):
+        if left <= keep_bytes:
+            break
+        chosen.append(one)
+        left -= one.num_bytes
+    return chosen
+
+
+def remove(one: KeptModel) -> bool:
+    """Returns: false if it is in use by now. Raises: OSError."""
+    with _alone(one.folder) as is_free:
+        if is_free:
+            shutil.rmtree(one.folder)
+        return is_free
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Yields: whether nobody holds it; nobody comes in meanwhile."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
