@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
-from stageline.cli.foreign_flags import FOREIGN_FLAGS
+from stageline.cli.foreign_flags import FOREIGN_FLAGS, LOAD_GENERATOR_FLAGS
 from stageline.cli.main import build_parser, main
 
 
@@ -17,6 +19,14 @@ from stageline.cli.main import build_parser, main
         (["serve", "m", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype fp8 is not supported: keys and values have"),
         (["serve", "m", "--enable-lora", "--lora-modules=a=b"], "a=b is not supported: LoRA adapters are not applied"),
         (["bench", "latency", "m", "--rope-scaling", "{}"], "as the model's config.json says (rope_scaling,"),
+        (["bench", "serve", "--trust-remote-code", "--host", "h"], "--host h is not supported: write --base-url http"),
+        (["bench", "serve", "--random-input-len=8"], "--random-input-len 8 is not supported: write --input-len"),
+        (["bench", "serve", "--quite-something-else"], "unrecognized arguments: --quite-something-else (see"),
+        (["serve", "m", "--quantization", "awq"], "--quantization awq is not supported: the model's files say how"),
+        (["serve", "m", "--dtype=half"], "--dtype half is not supported: write float16"),
+        (["serve", "-m", "m", "-c", "64"], "-m -c 64; -m: MODEL is given without a flag; -c: see --max-model-len"),
+        (["bench", "serve", "--url", "h"], "unrecognized arguments: --url h; --url: see --base-url"),
+        (["generate", "m", "--json-schema", "nofile.json"], "cannot read nofile.json: No such file or directory (see"),
         (["serve", "m", "--served-model-name", "a", "b"], "unrecognized arguments: b (see stageline serve --help)"),
         (["serve", "m", "--quite-something-else"], "unrecognized arguments: --quite-something-else (see"),
     ],
@@ -38,6 +48,12 @@ def test_a_flag_that_changes_nothing_is_taken_with_its_value_and_a_note(capsys: 
 
 def test_no_flag_of_stageline_is_a_foreign_one() -> None:
     """The command's own flag would win, and the row be read by nobody."""
-    commands = next(action.choices for action in build_parser()._actions if action.choices)
-    own = {flag for action in dict(commands)["serve"]._actions for flag in action.option_strings}
-    assert "--pipeline-parallel-size" in own and not own & FOREIGN_FLAGS.keys()
+    commands = _commands(build_parser())
+    serving = set(commands["serve"]._option_string_actions)
+    loading = set(_commands(commands["bench"])["serve"]._option_string_actions)
+    assert "--pipeline-parallel-size" in serving and not serving & FOREIGN_FLAGS.keys()
+    assert "--max-concurrency" in loading and not loading & LOAD_GENERATOR_FLAGS.keys()
+
+
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    return dict(next(action.choices for action in parser._actions if action.choices))  # type: ignore[arg-type]

@@ -1,12 +1,13 @@
 """Flags that users of vLLM paste: which of them change nothing here, and what does instead of the others.
 
-One idea: one table. A flag that asks for what happens anyway, or for what cannot matter here, is taken with a note; one
-that would change answers or sizes is refused in a line that names the way out.
+One idea: one table for whatever runs an engine, and one for the load generator. A flag that asks for what happens
+anyway, or for what cannot matter here, is taken with a note; one that would change answers or sizes is refused in one
+line that names the way out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -141,15 +142,67 @@ FOREIGN_FLAGS: dict[str, ForeignFlag] = {
     "--config": _no("there are no files of flags; write them in a script"),
 }  # fmt: skip
 
+_QUANTISED = (
+    "the model's files say how they are quantised, so leave it out; --quantization int8 keeps 4- and 8-bit weights so"
+)
+
+# Values of flags that are this project's, too.
+FOREIGN_VALUES: dict[str, dict[str, str]] = {
+    "--dtype": {"half": "write float16", "float": "write float32"},
+    "--quantization": dict.fromkeys(
+        ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "fp8", "gguf", "mxfp4"), _QUANTISED
+    ),
+}
+
+_ALL_WRITTEN = "--output FILE writes all of it as JSON"
+_ALL_PRINTED = "TTFT, TPOT, ITL and end-to-end times are printed as mean, p50, p90 and p99; --output has them, too"
+_LOOK_UP = "the server is asked for its model, its tokens and its length"
+
+# Of `vllm bench serve`.
+LOAD_GENERATOR_FLAGS: dict[str, ForeignFlag] = {
+    "--backend": _only("write --endpoint chat for chats", "vllm", "openai"),
+    "--endpoint-type": _only("write --endpoint chat for chats", "vllm", "openai"),
+    "--host": _no("write --base-url http://HOST:PORT"),
+    "--port": _no("write --base-url http://HOST:PORT"),
+    "--served-model-name": _no("write --model"),
+    "--tokenizer": _any(_LOOK_UP),
+    "--tokenizer-mode": _any(_LOOK_UP),
+    "--trust-remote-code": _same(_LOOK_UP),
+    "--random-input-len": _no("write --input-len"),
+    "--random-output-len": _no("write --output-len"),
+    "--random-range-ratio": _no("write --range-ratio"),
+    "--random-prefix-len": _no("write --dataset-name prefix --prefix-len"),
+    "--sharegpt-output-len": _no("answers are as long as the data set says; leave it out"),
+    "--num-warmups": _no("write --num-warmup"),
+    "--ready-check-timeout-sec": _no("start the server first; it is ready when /health says so"),
+    "--save-result": _no_switch(_ALL_WRITTEN),
+    "--save-detailed": _no_switch(_ALL_WRITTEN),
+    "--result-dir": _no(_ALL_WRITTEN),
+    "--result-filename": _no(_ALL_WRITTEN),
+    "--metadata": _no("--output writes all flags beside the result; leave it out"),
+    "--label": _any("only the name of a file of results"),
+    "--percentile-metrics": _any(_ALL_PRINTED),
+    "--metric-percentiles": _any(_ALL_PRINTED),
+    "--disable-tqdm": _same("no bar is drawn where standard error is no terminal"),
+}  # fmt: skip
+
+
+def foreign_flags(known_flags: Sequence[str]) -> Mapping[str, ForeignFlag]:
+    """vLLM's flags for a command like the one that knows these; none for a command that vLLM has not."""
+    if "--pipeline-parallel-size" in known_flags:
+        return FOREIGN_FLAGS
+    return LOAD_GENERATOR_FLAGS if "--max-concurrency" in known_flags else {}
+
 
 def without_foreign(words: Sequence[str], known_flags: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Sort a command's words.
 
     Args:
         words: as typed, behind the command.
-        known_flags: the command's own; those are left alone.
+        known_flags: the command's own; those are left alone, and say which command it is.
     Returns: the words without the foreign flags, notes on those that change nothing, and why others are refused.
     """
+    table = foreign_flags(known_flags)
     kept: list[str] = []
     notes: list[str] = []
     refusals: list[str] = []
@@ -157,9 +210,12 @@ def without_foreign(words: Sequence[str], known_flags: Sequence[str]) -> tuple[l
     while rest:
         word = rest.pop(0)
         flag, equals, value = word.partition("=")
-        foreign = None if flag in known_flags else FOREIGN_FLAGS.get(flag)
+        foreign = None if flag in known_flags else table.get(flag)
         if foreign is None:
             kept.append(word)
+            given = value if equals else next(iter(rest), "")
+            if table and (instead := FOREIGN_VALUES.get(flag, {}).get(given)):
+                refusals.append(f"{flag} {given} is not supported: {instead}")
             continue
         if foreign.has_value and not equals and rest and not rest[0].startswith("-"):
             value = rest.pop(0)

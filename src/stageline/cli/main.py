@@ -19,9 +19,6 @@ from stageline.cli.unknown_flags import describe_unknown
 from stageline.errors import ConfigError, RequestError, StagelineError
 from stageline.log import open_standard_streams, set_up_logging
 
-# A command that has this flag is typed as vLLM's would be.
-_RUNS_AN_ENGINE = "--pipeline-parallel-size"
-
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -34,8 +31,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """What is unknown is refused by the subcommand it was given to, which can tell whose help to read."""
         known_flags = [flag for action in self._actions for flag in action.option_strings]
-        if _RUNS_AN_ENGINE in known_flags:
-            args = self._without_foreign(sys.argv[1:] if args is None else args, known_flags)
+        args = self._without_foreign(sys.argv[1:] if args is None else args, known_flags)
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(describe_unknown(unknown, known_flags))

@@ -97,7 +97,8 @@ def _file_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"cannot read {path}: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise argparse.ArgumentTypeError(f"cannot read {path}: {reason}") from None
 
 
 def _add_special_flag(group: argparse._ArgumentGroup, field: FlagField, default: Any) -> None:

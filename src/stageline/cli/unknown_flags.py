@@ -7,6 +7,27 @@ from collections.abc import Iterable, Sequence
 
 _REPLICAS = "replicas are for stageline serve; other commands run one pipeline"
 _ELSEWHERE = {"-dp": _REPLICAS, "--data-parallel-size": _REPLICAS}
+# How llama.cpp and others call what a command has; told where the command has it.
+_OTHER_NAMES = {
+    "-c": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "-ngl": "--device",
+    "--gpu-layers": "--device",
+    "--n-gpu-layers": "--device",
+    "-t": "--threads-per-stage",
+    "--threads": "--threads-per-stage",
+    "-np": "--max-num-seqs",
+    "--parallel": "--max-num-seqs",
+    "-ts": "--pp-layer-partition",
+    "--tensor-split": "--pp-layer-partition",
+    "-p": "--prompt",
+    "-n": "--max-tokens",
+    "--predict": "--max-tokens",
+    "--n-predict": "--max-tokens",
+    "-a": "--served-model-name",
+    "--alias": "--served-model-name",
+    "--url": "--base-url",
+}  # fmt: skip
 
 
 def describe_unknown(unknown: Sequence[str], known_flags: Iterable[str]) -> str:
@@ -24,5 +45,9 @@ def describe_unknown(unknown: Sequence[str], known_flags: Iterable[str]) -> str:
 def _hint(flag: str, known_flags: list[str]) -> str:
     if words := _ELSEWHERE.get(flag):
         return f"{flag}: {words}"
+    if flag == "-m" and "--model" not in known_flags:
+        return "-m: MODEL is given without a flag"
+    if (name := _OTHER_NAMES.get(flag)) in known_flags:
+        return f"{flag}: see {name}"
     close = difflib.get_close_matches(flag, known_flags, n=1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close and flag.startswith("--") else ""

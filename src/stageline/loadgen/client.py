@@ -7,6 +7,7 @@ Tokens are counted by the server, in the `usage` that ends a stream, never by it
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -204,7 +205,7 @@ class LoadClient:
             async with asyncio.timeout(_QUESTION_TIMEOUT_S), self._session.request(method, url, data=body) as response:
                 text = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            reason = str(error) or f"no answer within {_QUESTION_TIMEOUT_S:g} s"
+            reason = _words(error) or f"no answer within {_QUESTION_TIMEOUT_S:g} s"
             raise ConfigError(f"{url} cannot be asked: {reason}; is the server up, and --base-url right?") from None
         try:
             if response.status == 200:
@@ -213,6 +214,12 @@ class LoadClient:
             raise ConfigError(f"{url} did not answer as an OpenAI server does: {error}") from None
         shown = text[:_MOST_SHOWN].decode(errors="replace")
         raise ConfigError(f"{url} answered HTTP {response.status}: {shown}")
+
+
+def _words(error: Exception) -> str:
+    """Without what the HTTP client says of its own settings."""
+    refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
+    return "the connection is refused" if refused else str(error).replace(" ssl:default", "")
 
 
 class _Lines:
