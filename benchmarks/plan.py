@@ -2,9 +2,10 @@
 
     python benchmarks/plan.py MODEL [--stages 1 2 3] [--concurrency 1 8 32]
 
-Calibrates first (`stageline plan MODEL --calibrate`), then simulates every cell and measures it with what `stageline
-bench throughput` runs, one pipeline per number of stages; each cell is measured several times, in rounds, and its
-median taken. Run it on a quiet machine: what else runs on the cores is measured too. About 4 minutes.
+Calibrates (`stageline plan MODEL --calibrate`) before and after, simulates every cell with both profiles and takes the
+mean. In between every cell is measured with what `stageline bench throughput` runs: pipelines of all depths stand
+ready, rounds go through all cells in turn, and a cell's median is taken. So a machine that becomes slower or faster
+meanwhile is so for both sides. Run it on a quiet machine: what else runs on the cores is measured too. About 4 minutes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from stageline import LLM, SamplingParams
 from stageline.checkpoint import open_checkpoint
@@ -72,15 +75,70 @@ def measure(llm: LLM, num_requests: int, seed: int) -> Measured:
     )
 
 
-def predict(llm: LLM, profile: HostProfile, num_requests: int) -> SimulatedRun:
-    requests = draw_random(num_requests, uniform(INPUT_LEN, 0), uniform(OUTPUT_LEN, 0), random.Random(0))
+@dataclass(frozen=True)
+class Predicted:
+    """Means over the profiles."""
+
+    tokens_per_s: float
+    tpot_s: float
+    ttft_s: float
+    bubble: float
+    way: str
+
+
+def simulated(llm: LLM, profile: HostProfile, num_requests: int, num_before: int) -> SimulatedRun:
+    """Args: num_before: requests that were served before, as in a round that is measured."""
+    requests, before = (
+        draw_random(number, uniform(INPUT_LEN, 0), uniform(OUTPUT_LEN, 0), random.Random(0))
+        for number in (num_requests, num_before)
+    )
     pipeline = host_pipeline(profile, layer_shape(model_costs(llm.spec)), llm.partition)
     memory = SimulatedMemory(llm.kv_plan.num_blocks, llm.kv_plan.block_size, False)
-    return simulate(requests, pipeline, llm.partition, scheduler_limits(llm.config, llm.max_model_len), memory)
+    limits = scheduler_limits(llm.config, llm.max_model_len)
+    return simulate(requests, pipeline, llm.partition, limits, memory, warm_up=before)
 
 
-def mean(times_s: list[float]) -> float:
-    return sum(times_s) / len(times_s)
+def predict(llm: LLM, profiles: Sequence[HostProfile], num_requests: int, num_before: int) -> Predicted:
+    runs = [simulated(llm, profile, num_requests, num_before) for profile in profiles]
+    return Predicted(
+        tokens_per_s=fmean(run.output_tokens_per_s for run in runs),
+        tpot_s=fmean(fmean(run.tpot_s) for run in runs),
+        ttft_s=fmean(fmean(run.ttft_s) for run in runs),
+        bubble=fmean(run.report().bubble_fraction for run in runs),
+        way=decodes_way(runs[0].spans, runs[0].num_stages),
+    )
+
+
+def calibrated(model: str) -> HostProfile:
+    start_s = time.monotonic()
+    profile = calibrate_host(EngineConfig(model=model), open_checkpoint(model).spec)
+    print(f"{format_profile(profile)}\ncalibrated in {time.monotonic() - start_s:.0f} s\n", flush=True)
+    return profile
+
+
+def report(
+    llms: Sequence[LLM], cells: dict[tuple[int, int], list[Measured]], profiles: Sequence[HostProfile], shows_ways: bool
+) -> dict[str, float]:
+    """A line for each cell. Returns: the errors."""
+    print("stages requests |  tokens/s: predicted measured  error |  TPOT ms: predicted measured  error | bubbles")
+    errors: dict[str, float] = {}
+    most = max(num_requests for _, num_requests in cells)
+    for (index, num_requests), found in cells.items():
+        llm, num_stages = llms[index], llms[index].config.pipeline_parallel_size
+        plan = predict(llm, profiles, num_requests, most)
+        rate, tpot_s = median(one.tokens_per_s for one in found), median(one.tpot_s for one in found)
+        rate_error, tpot_error = plan.tokens_per_s / rate - 1, plan.tpot_s / tpot_s - 1
+        cell = f"{num_stages} stages x {num_requests} requests"
+        errors |= {f"tokens/s of {cell}": rate_error, f"TPOT of {cell}": tpot_error}
+        bubbles = f"{plan.bubble:.1%} {median(one.bubble for one in found):.1%}"
+        rates = f"{plan.tokens_per_s:20.1f} {rate:8.1f} {rate_error:+6.1%}"
+        tpots = f"{plan.tpot_s * 1e3:19.1f} {tpot_s * 1e3:8.1f} {tpot_error:+6.1%}"
+        print(f"{num_stages:6d} {num_requests:8d} | {rates} | {tpots} | {bubbles}", flush=True)
+        if shows_ways:
+            print(f"      rounds    {', '.join(f'{one.tokens_per_s:.1f}' for one in found)} tokens/s")
+            print(f"      predicted {plan.way}")
+            print(f"      measured  {found[-1].way}; TTFT {plan.ttft_s:.3f} s, {found[-1].ttft_s:.3f} s")
+    return errors
 
 
 def main() -> None:
@@ -88,34 +146,24 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--concurrency", "--requests", dest="requests", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--ways", action="store_true", help="show what a decode's time is made of, too")
+    parser.add_argument("--ways", action="store_true", help="show each round, and what a decode's time is made of, too")
     args = parser.parse_args()
     start_s = time.monotonic()
-    profile = calibrate_host(EngineConfig(model=args.model), open_checkpoint(args.model).spec)
-    print(f"{format_profile(profile)}\ncalibrated in {time.monotonic() - start_s:.0f} s\n", flush=True)
-    print("stages requests |  tokens/s: predicted measured  error |  TPOT ms: predicted measured  error | bubbles")
-    errors: dict[str, float] = {}
-    for num_stages in args.stages:
-        with LLM(args.model, pipeline_parallel_size=num_stages, enable_prefix_caching=False) as llm:
+    profiles = [calibrated(args.model)]
+    with ExitStack() as open_llms:
+        llms = [
+            open_llms.enter_context(LLM(args.model, pipeline_parallel_size=number, enable_prefix_caching=False))
+            for number in args.stages
+        ]
+        for llm in llms:
             measure(llm, max(args.requests), 0)
-            runs: dict[int, list[Measured]] = {number: [] for number in args.requests}
-            for number in range(NUM_ROUNDS):
+        cells: dict[tuple[int, int], list[Measured]] = {}
+        for number in range(NUM_ROUNDS):
+            for index, llm in enumerate(llms):
                 for num_requests in args.requests:
-                    runs[num_requests].append(measure(llm, num_requests, number + 1))
-            for num_requests, found in runs.items():
-                run = predict(llm, profile, num_requests)
-                rate, tpot_s = median(one.tokens_per_s for one in found), median(one.tpot_s for one in found)
-                predicted_s = mean(run.tpot_s)
-                rate_error, tpot_error = run.output_tokens_per_s / rate - 1, predicted_s / tpot_s - 1
-                cell = f"{num_stages} stages x {num_requests} requests"
-                errors |= {f"tokens/s of {cell}": rate_error, f"TPOT of {cell}": tpot_error}
-                bubbles = f"{run.report().bubble_fraction:.1%} {median(one.bubble for one in found):.1%}"
-                rates = f"{run.output_tokens_per_s:20.1f} {rate:8.1f} {rate_error:+6.1%}"
-                tpots = f"{predicted_s * 1e3:19.1f} {tpot_s * 1e3:8.1f} {tpot_error:+6.1%}"
-                print(f"{num_stages:6d} {num_requests:8d} | {rates} | {tpots} | {bubbles}", flush=True)
-                if args.ways:
-                    print(f"      predicted {decodes_way(run.spans, num_stages)}")
-                    print(f"      measured  {found[-1].way}; TTFT {mean(run.ttft_s):.3f} s, {found[-1].ttft_s:.3f} s")
+                    cells.setdefault((index, num_requests), []).append(measure(llm, num_requests, number + 1))
+    profiles.append(calibrated(args.model))
+    errors = report(llms, cells, profiles, args.ways)
     sizes = [abs(error) for error in errors.values()]
     worst = max(errors, key=lambda name: abs(errors[name]))
     verdict = "kept" if max(sizes) <= CELL_TARGET and median(sizes) <= MEDIAN_TARGET else "missed"

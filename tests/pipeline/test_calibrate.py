@@ -21,9 +21,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return TinyModel(num_layers=4).write(tmp_path_factory.mktemp("tiny"))
 
 
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
+
+
 @pytest.fixture(scope="module")
-def profile(model: Path) -> HostProfile:
-    return calibrate_host(EngineConfig(model=str(model)), open_checkpoint(str(model)).spec, point_s=0.0)
+def calibration(model: Path) -> tuple[HostProfile, set[int]]:
+    """A profile, and the processes that measuring it left behind."""
+    before = children()
+    profile = calibrate_host(EngineConfig(model=str(model)), open_checkpoint(str(model)).spec, point_s=0.0)
+    return profile, children() - before
+
+
+@pytest.fixture(scope="module")
+def profile(calibration: tuple[HostProfile, set[int]]) -> HostProfile:
+    return calibration[0]
 
 
 def test_every_number_was_measured_and_none_is_absurd(profile: HostProfile, model: Path) -> None:
@@ -31,19 +43,24 @@ def test_every_number_was_measured_and_none_is_absurd(profile: HostProfile, mode
     assert profile.key == this_host(EngineConfig(model=str(model)), checkpoint.spec)
     assert profile.model == str(model) and len(profile.shape.layer_weights) == checkpoint.spec.num_layers
     assert all(time_s > 0 for curve in (profile.layer_s, profile.head_s) for time_s in curve.times_s)
-    assert profile.attention_token_s > 0 and profile.stage_s >= 0 and profile.prepare_s > 0
+    assert profile.attention_token_s > 0 and profile.stage_s >= 0
     assert all(factor >= 1.0 for contention in profile.contention for factor in contention.factors)
-    assert profile.messages.send_s > 0 and profile.messages.bytes_per_s > 0
+    for run in (profile.run, profile.crowded_run):
+        assert min(run.begin_s, run.send_s, run.result_send_s) > 0
+        assert all(time_s >= 0 for time_s in msgspec.structs.astuple(run)) and 0 < run.core_share <= 1 <= run.work
+    assert profile.run.work == profile.run.core_share == 1, "a stage with a core of its own computes as alone"
+    assert profile.message_send_s > 0 and profile.link_bytes_per_s > 0
     assert all(time_s >= 0 for time_s in msgspec.structs.astuple(profile.engine))
     assert profile.engine.launch_s + profile.engine.launch_row_s > 0
 
 
-def test_no_measuring_process_is_left(profile: HostProfile) -> None:
-    assert [child for child in psutil.Process().children() if "host_measure" in " ".join(child.cmdline())] == []
+def test_no_measuring_process_and_no_stage_is_left(calibration: tuple[HostProfile, set[int]]) -> None:
+    assert calibration[1] == set()
 
 
 def test_a_model_that_cannot_be_run_is_refused_and_leaves_nothing(model: Path) -> None:
+    before = children()
     spec = msgspec.structs.replace(open_checkpoint(str(model)).spec, family="abacus")
     with pytest.raises(ConfigError, match=r"cannot be measured here.*abacus"):
         calibrate_host(EngineConfig(model=str(model)), spec, point_s=0.0)
-    assert [child for child in psutil.Process().children() if "host_measure" in " ".join(child.cmdline())] == []
+    assert children() - before == set()

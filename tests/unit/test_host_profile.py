@@ -14,7 +14,7 @@ from stageline.cost.host_profile import (
     HostKey,
     HostProfile,
     LayerShape,
-    MessageCosts,
+    RunCosts,
     load_host_profile,
     save_host_profile,
     stage_times_of,
@@ -24,6 +24,17 @@ from stageline.pipeline.partition import stages_of
 from stageline.planner.host_pipeline import host_pipeline
 
 SHAPE = LayerShape((1e6,) * 6, 2e6, 512.0, 1024.0)
+RUN = RunCosts(
+    prepare_s=2e-4,
+    prepare_row_s=1e-6,
+    begin_s=5e-5,
+    send_s=1e-4,
+    hand_on_s=4e-5,
+    result_send_s=6e-5,
+    to_stages_s=7e-5,
+    to_next_stage_s=8e-5,
+    to_engine_s=9e-5,
+)
 
 
 def profile() -> HostProfile:
@@ -37,9 +48,10 @@ def profile() -> HostProfile:
         attention_token_s=1e-8,
         prefill_attention_s=2e-9,
         contention=(Contention((1, 9), (1.8, 1.0)),),
-        prepare_s=2e-4,
-        prepare_row_s=1e-6,
-        messages=MessageCosts(1e-5, 3e-5, 1e9),
+        run=RUN,
+        crowded_run=msgspec.structs.replace(RUN, to_next_stage_s=9e-5, work=1.25, core_share=0.9),
+        message_send_s=1e-5,
+        link_bytes_per_s=1e9,
         engine=EngineCosts(1e-4, 1e-6, 2e-5, 3e-6, 1e-5, 2e-6),
         memory_bytes_per_s=1e10,
         memory_bytes=1e10,
@@ -85,7 +97,18 @@ def test_the_host_is_a_pipeline_whose_stages_share_its_cores() -> None:
     assert pipeline.host.num_cores == 2, "two threads a stage, four cores"
     assert [pipeline.host.slowdowns(number)[0] for number in (1, 5, 9)] == [1.0, 1.0, 1.0]
     assert [pipeline.host.slowdowns(number)[1] for number in (1, 5, 99)] == pytest.approx([1.8, 1.4, 1.0])
-    assert pipeline.launch_s == pytest.approx(1e-4 + 3 * 1e-5)
+    assert pipeline.launch_s == pytest.approx(1e-4 + 2 * 1e-5), "the first stage's message is in the engine's time"
+
+
+def test_stages_that_outnumber_the_cores_pay_for_it() -> None:
+    assert profile().key.num_places == 2
+    for counts, has_own_cores in (((6,), True), ((3, 3), True), ((2, 2, 2), False)):
+        pipeline = host_pipeline(profile(), SHAPE, stages_of(counts))
+        assert pipeline.host is not None
+        run = profile().run if has_own_cores else profile().crowded_run
+        assert (pipeline.to_stages_s, pipeline.host.core_share) == (run.to_stages_s, run.core_share)
+        [first, *_] = stage_times_of(profile(), SHAPE, stages_of(counts))(decodes(1, 0))
+        assert first == pytest.approx(run.work * (1e-4 + counts[0] * 1e-3 + (len(counts) == 1) * 2e-3))
 
 
 def test_what_was_kept_is_found_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

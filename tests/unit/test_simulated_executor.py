@@ -60,7 +60,10 @@ def pipelines(draw, prepares: bool = True) -> tuple[SimulatedPipeline, list[list
         to_engine_s=draw(times),
         to_first_stage_s=draw(times),
         prepare_s=draw(times) if prepares else 0.0,
+        begin_s=draw(times),
         send_s=draw(times),
+        hand_on_s=draw(times),
+        result_send_s=draw(times),
     )
     times_s = [[draw(times) for _ in range(num_stages)] for _ in range(num_passages)]
     sources = [draw(st.integers(-1, number - 1)) for number in range(num_passages)]
@@ -82,14 +85,17 @@ def test_a_stage_computes_one_microbatch_at_a_time_after_the_stage_before_and_th
             if stage:
                 link = pipeline.links[stage - 1]
                 hop_s = link.latency_s + result.num_tokens * BYTES_PER_TOKEN / link.bytes_per_s
-                assert start_s >= result.ends_s[stage - 1] + pipeline.send_s + hop_s - ALMOST
+                input_s = result.ends_s[stage - 1] + pipeline.send_s + hop_s
+                assert start_s >= input_s + pipeline.begin_s - ALMOST
+        handed_on_s = result.ends_s[-1] + pipeline.hand_on_s
         if result.source >= 0:
-            tokens_s = results[result.source].ends_s[-1] + pipeline.send_s + pipeline.to_first_stage_s
-            assert result.starts_s[0] >= tokens_s - ALMOST
-        assert result.result_s >= result.ends_s[-1] + pipeline.send_s + pipeline.to_engine_s - ALMOST
+            tokens_s = results[result.source].ends_s[-1] + pipeline.hand_on_s + pipeline.to_first_stage_s
+            assert result.starts_s[0] >= tokens_s + pipeline.begin_s - ALMOST
+        assert result.result_s >= handed_on_s + pipeline.result_send_s + pipeline.to_engine_s - ALMOST
+    sends_s = [pipeline.send_s] * (pipeline.num_stages - 1) + [pipeline.hand_on_s + pipeline.result_send_s]
     for before, after in itertools.pairwise(results):
         for stage in range(pipeline.num_stages):
-            assert after.starts_s[stage] >= before.ends_s[stage] + pipeline.send_s - ALMOST
+            assert after.starts_s[stage] >= before.ends_s[stage] + sends_s[stage] + pipeline.begin_s - ALMOST
 
 
 @settings(max_examples=150, deadline=None)

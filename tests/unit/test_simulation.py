@@ -139,3 +139,18 @@ def test_sixty_four_stages_are_a_pipeline_like_any_other():
 def test_a_request_that_can_never_be_served_is_refused_with_its_numbers(request_, words):
     with pytest.raises(ConfigError, match=words):
         check_servable([request_], limits(1), SimulatedMemory(20, 16))
+
+
+def test_what_warms_up_is_not_told_and_leaves_a_scheduler_that_knows_its_times():
+    requests = draw_random(24, uniform(256, 0), uniform(48, 0), random.Random(1))
+    partition = stages_of((1,))
+    cold, warm = (
+        simulate(requests, pipeline(1), partition, limits(1), MEMORY, warm_up=before) for before in ([], requests)
+    )
+    for found in (cold, warm):
+        assert [len(one.token_times_s) for one in found.requests] == [48] * 24
+        assert found.num_prompt_tokens == 24 * 256, "what warmed up shares nothing with what comes after"
+        assert found.duration_s == pytest.approx(max(one.finished_s - one.arrival_s for one in found.requests))
+        assert sum(span.duration_s for span in found.spans if span.kind == "forward") == pytest.approx(found.busy_s[0])
+    assert all(one.num_cached_tokens == 0 for one in warm.requests)
+    assert warm.num_microbatches != cold.num_microbatches, "chunks are sized by what was learnt"

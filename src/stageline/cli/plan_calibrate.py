@@ -31,7 +31,7 @@ def run_calibration(args: argparse.Namespace) -> int:
 
 def format_profile(profile: HostProfile) -> str:
     """What was measured, in a few lines; no newline at the end."""
-    key, shape, messages = profile.key, profile.shape, profile.messages
+    key, shape, run, crowded = profile.key, profile.shape, profile.run, profile.crowded_run
     rates = ", ".join(
         f"{tokens} rows {profile.matmul_flops_per_s(tokens) / 1e9:.0f} GFLOP/s" for tokens in _SHOWN_TOKENS
     )
@@ -48,10 +48,15 @@ def format_profile(profile: HostProfile) -> str:
             f"weights are read at          {profile.memory_bytes_per_s / 1e9:.1f} GB/s",
             f"a decode reads its cache at  {attention / 1e9:.1f} GB/s",
             f"slower with several stages:  {slowdowns or 'there are no cores for several'}",
-            f"a microbatch costs besides   {(profile.stage_s + profile.prepare_s) * 1e6:.0f} µs on a stage, "
+            f"a microbatch costs besides   {(profile.stage_s + run.prepare_s + run.begin_s) * 1e6:.0f} µs on a stage, "
             f"{engine_s * 1e6:.0f} µs in the engine",
-            f"a message takes              {messages.latency_s * 1e6:.0f} µs, large ones "
-            f"{messages.bytes_per_s / 1e9:.1f} GB/s",
+            f"sending takes a stage        {run.send_s * 1e6:.0f} µs, a result {run.result_send_s * 1e6:.0f} µs, "
+            f"tokens to the first one {run.hand_on_s * 1e6:.0f} µs",
+            f"a message is under way for   {run.to_stages_s * 1e6:.0f} µs to a stage, "
+            f"{run.to_next_stage_s * 1e6:.0f} µs between stages, {run.to_engine_s * 1e6:.0f} µs to the engine",
+            f"large messages go at         {profile.link_bytes_per_s / 1e9:.1f} GB/s",
+            f"more stages than cores       computing takes {crowded.work:.2f} times as long, messages "
+            f"{crowded.to_next_stage_s * 1e6:.0f} µs; {crowded.core_share:.0%} of the cores are had",
         ]
     )
 

@@ -34,6 +34,11 @@ class HostKey(msgspec.Struct, frozen=True):
     kernels: str
 
     @property
+    def num_places(self) -> int:
+        """Stages that can have cores of their own."""
+        return max(1, self.num_cores // self.threads_per_stage)
+
+    @property
     def path(self) -> Path:
         name = hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32]
         return environment.cache_directory() / "hosts" / f"{name}.json"
@@ -100,18 +105,31 @@ class Contention(msgspec.Struct, frozen=True):
         return float(np.interp(num_tokens, self.tokens, self.factors))
 
 
-class MessageCosts(msgspec.Struct, frozen=True):
-    """Messages inside the host.
+class RunCosts(msgspec.Struct, frozen=True):
+    """What a pipeline that ran took besides computing, in seconds; see `SimulatedPipeline`.
 
     Args:
-        send_s: the sender's time for one message.
-        latency_s: from a send to the moment at which the receiver has decoded it.
-        bytes_per_s: of large ones.
+        prepare_s, prepare_row_s: a stage's for an announcement.
+        begin_s: a stage's between having its input and computing.
+        send_s: a stage's for activations.
+        hand_on_s, result_send_s: the last stage's for tokens that go to the first, and for the result.
+        to_stages_s, to_next_stage_s, to_engine_s: from a send until who waited for it has it.
+        work: how many times as long computing takes as on a core of its own.
+        core_share: of the cores that more stages want than there are, how much they get; the rest is idle while who
+            waits for a core is found.
     """
 
+    prepare_s: float
+    prepare_row_s: float
+    begin_s: float
     send_s: float
-    latency_s: float
-    bytes_per_s: float
+    hand_on_s: float
+    result_send_s: float
+    to_stages_s: float
+    to_next_stage_s: float
+    to_engine_s: float
+    work: float = 1.0
+    core_share: float = 1.0
 
 
 class EngineCosts(msgspec.Struct, frozen=True):
@@ -135,7 +153,10 @@ class HostProfile(msgspec.Struct, frozen=True):
     attention_token_s: of one layer, for each token in the KV cache of each decode.
     prefill_attention_s: of one layer, for each unit of Σ(2Lx + x²).
     contention: [stages at once, from 2 on].
-    prepare_s, prepare_row_s: a stage's time for an announcement.
+    run: besides computing, where every stage has cores of its own.
+    crowded_run: the same where there are more stages than cores for them, so that none is bound.
+    message_send_s: the sender's time for a message to one more stage.
+    link_bytes_per_s: of large messages inside the host.
     memory_bytes_per_s: of reading weights, by one stage.
     """
 
@@ -148,12 +169,17 @@ class HostProfile(msgspec.Struct, frozen=True):
     attention_token_s: float
     prefill_attention_s: float
     contention: tuple[Contention, ...]
-    prepare_s: float
-    prepare_row_s: float
-    messages: MessageCosts
+    run: RunCosts
+    crowded_run: RunCosts
+    message_send_s: float
+    link_bytes_per_s: float
     engine: EngineCosts
     memory_bytes_per_s: float
     memory_bytes: float
+
+    def run_of(self, num_stages: int) -> RunCosts:
+        """What so many stages take besides computing."""
+        return self.run if num_stages <= self.key.num_places else self.crowded_run
 
     def slowdowns(self, num_tokens: int) -> tuple[float, ...]:
         """[stages at once, from 1 on] for a microbatch with so many tokens."""
@@ -195,6 +221,7 @@ def stage_times_of(
     kv_worth = shape.kv_bytes_per_token / measured.kv_bytes_per_token
     attention_worth = [len(part.layers) * kv_worth for part in partition]
     head_worth = shape.head_weights / measured.head_weights
+    work = profile.run_of(len(partition)).work
 
     def stage_times(microbatch: Microbatch) -> list[float]:
         found = MicrobatchShape.of_rows(microbatch.num_computed_tokens, microbatch.num_scheduled_tokens)
@@ -204,10 +231,10 @@ def stage_times_of(
             + profile.prefill_attention_s * found.prefill_attention
         )
         times_s = [
-            profile.stage_s + worth * layer_s + attends * attention_s
+            work * (profile.stage_s + worth * layer_s + attends * attention_s)
             for worth, attends in zip(layers_worth, attention_worth, strict=True)
         ]
-        times_s[-1] += head_worth * profile.head_s.at(len(microbatch.sampling_rows))
+        times_s[-1] += work * head_worth * profile.head_s.at(len(microbatch.sampling_rows))
         return times_s
 
     return stage_times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from stageline.checkpoint.model_spec import ModelSpec
 from stageline.links.keys import ClusterKey, LinkSecurity
 from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
@@ -75,6 +76,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
             stage, and without look-ahead.
         token_output_address: the same address, for the last stage.
         weights: where the model is copied from if it is not here; then `model` means nothing.
+        made_up: a model of this shape, with weights that mean nothing, takes the place of files.
         slowdown, input_delay_s: faults for tests; see `stageline.pipeline.slowdown.Slowdown`.
         calibration: if set, its layers are assigned after it, and the two numbers here mean nothing.
     """
@@ -117,6 +119,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     access: LinkAccess = LinkAccess()
     calibration: Calibration | None = None
     weights: WeightSource | None = None
+    made_up: ModelSpec | None = None
     slowdown: StageSlowdown = AS_FAST_AS_IT_IS
     input_delay_s: float = 0.0
 

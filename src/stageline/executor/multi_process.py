@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 import zmq
 
+from stageline.checkpoint.model_spec import ModelSpec
 from stageline.clock import Clock
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError, FrameError, StagelineError, WorkerLost
@@ -74,6 +75,7 @@ class MultiProcessExecutor:
         calibration: lets the stages time some layers first, and cuts the layers by that.
         remote: the last of the stages, which other machines run.
         wakeup: outlives this executor; None makes one that does not.
+        made_up: shape of a model that is only timed, in place of a checkpoint.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class MultiProcessExecutor:
         calibration: CalibrationPlan | None = None,
         remote: RemoteStages | None = None,
         wakeup: Wakeup | None = None,
+        made_up: ModelSpec | None = None,
     ) -> None:
         self._owns_wakeup = wakeup is None
         self.wakeup = wakeup or Wakeup()
@@ -110,19 +113,21 @@ class MultiProcessExecutor:
         self._finalizer.atexit = False
         self._exit_finalizer = weakref.finalize(self, self._running.end_processes)
         try:
-            self._start(model, stages, max_model_len)
+            self._start(model, stages, max_model_len, made_up)
         except BaseException:
             self._finalizer()
             raise
 
-    def _start(self, model: str, stages: tuple[StageLayers, ...], max_model_len: int) -> None:
+    def _start(
+        self, model: str, stages: tuple[StageLayers, ...], max_model_len: int, made_up: ModelSpec | None
+    ) -> None:
         self._incoming = self._running.listen()
         self._decoder: MessageDecoder[FromWorker] = MessageDecoder(FromWorker)
         self._poller = zmq.Poller()
         self._poller.register(self._incoming, zmq.POLLIN)
         if self._remote is not None:
             self._poller.register(self._remote.socket, zmq.POLLIN)
-        self._running.start(stages, StageAsked(self._config, model, max_model_len, self._asked_to_time()))
+        self._running.start(stages, StageAsked(self._config, model, max_model_len, self._asked_to_time(), made_up))
         self._control, self._pings = self._running.channels()
         for worker in self._running.workers:
             self._poller.register(worker.exit_fd, zmq.POLLIN)

@@ -137,7 +137,7 @@ class SimulatedExecutor:
         return self._spans_of(self._passed, since_s)
 
     def _spans_of(self, passages: list[Passage] | deque[Passage], since_s: float) -> list[Span]:
-        send_s, last = self._pipeline.send_s, self._pipeline.num_stages - 1
+        pipeline, last = self._pipeline, self._pipeline.num_stages - 1
         spans: list[Span] = []
         for passage in passages:
             if passage.result_s <= since_s:
@@ -147,8 +147,10 @@ class SimulatedExecutor:
                 end_s = passage.ends_s[stage]
                 spans.append(Span(stage, number, "receive_wait", passage.waits_s[stage], start_s, tokens, rows))
                 spans.append(Span(stage, number, "forward", start_s, end_s, tokens, rows))
+                send_s = pipeline.send_s
                 if stage == last:
                     spans.append(Span(stage, number, "sample", end_s, end_s, tokens, rows))
+                    end_s, send_s = end_s + pipeline.hand_on_s, pipeline.result_send_s
                 spans.append(Span(stage, number, "send", end_s, end_s + send_s, tokens, rows))
         return spans
 

@@ -21,8 +21,10 @@ _NOTHING_S = 1e-12
 class _Phase(Enum):
     IDLE = 0
     PREPARING = 1
-    COMPUTING = 2
-    SENDING = 3
+    BEGINNING = 2
+    COMPUTING = 3
+    HANDING_ON = 4
+    SENDING = 5
 
 
 @dataclass(eq=False)
@@ -122,8 +124,8 @@ class StagesOnOneHost:
 
     def _rates(self, working: list[_Stage]) -> list[float]:
         """How much of its work each stage does in a second; the engine does all of its own."""
-        cores = self._host.num_cores - (self._engine_left_s > _NOTHING_S)
-        share = min(1.0, max(0, cores) / len(working)) if working else 1.0
+        cores = max(0, self._host.num_cores - (self._engine_left_s > _NOTHING_S))
+        share = 1.0 if len(working) <= cores else self._host.core_share * cores / len(working)
         num_computing = min(sum(stage.phase is _Phase.COMPUTING for stage in working), self._host.num_cores)
         return [share / _slowdown(stage, num_computing) for stage in working]
 
@@ -175,8 +177,7 @@ class StagesOnOneHost:
             stage.inputs.discard(passage.number)
             index = stage.index
             passage.waits_s[index] = min(stage.since_s, self._now_s)
-            passage.starts_s[index] = self._now_s
-            self._begin(stage, _Phase.COMPUTING, passage.times_s[index])
+            self._begin(stage, _Phase.BEGINNING, self._pipeline.begin_s)
 
     def _begin(self, stage: _Stage, phase: _Phase, work_s: float) -> None:
         stage.phase, stage.left_s = phase, work_s
@@ -190,9 +191,21 @@ class StagesOnOneHost:
             if not stage.prepared:
                 stage.since_s = self._now_s
             stage.prepared.append(passage)
+        elif phase is _Phase.BEGINNING:
+            passage.starts_s[stage.index] = self._now_s
+            self._begin(stage, _Phase.COMPUTING, passage.times_s[stage.index])
+            return
         elif phase is _Phase.COMPUTING:
             passage.ends_s[stage.index] = self._now_s
-            self._begin(stage, _Phase.SENDING, self._pipeline.send_s)
+            if stage.index == len(self._stages) - 1:
+                self._begin(stage, _Phase.HANDING_ON, self._pipeline.hand_on_s)
+            else:
+                self._begin(stage, _Phase.SENDING, self._pipeline.send_s)
+            return
+        elif phase is _Phase.HANDING_ON:
+            # Sending begins first: what the tokens set going must not overtake the result.
+            self._begin(stage, _Phase.SENDING, self._pipeline.result_send_s)
+            self._after(self._pipeline.to_first_stage_s, _TOKENS, passage)
             return
         else:
             stage.since_s = self._now_s
@@ -202,9 +215,7 @@ class StagesOnOneHost:
     def _send_on(self, stage: _Stage, passage: Passage) -> None:
         pipeline, index = self._pipeline, stage.index
         if index == len(self._stages) - 1:
-            # The result first: what the tokens set going must not overtake it.
             self._after(pipeline.to_engine_s, _RESULT, passage)
-            self._after(pipeline.to_first_stage_s, _TOKENS, passage)
             return
         link = pipeline.links[index]
         stage.link_free_s = max(self._now_s, stage.link_free_s) + pipeline.transfer_s(link, passage.num_tokens)

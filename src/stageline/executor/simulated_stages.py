@@ -41,10 +41,12 @@ class HostCores:
         num_cores: what more of them want than there are, they share evenly; the engine goes first.
         slowdowns: of a microbatch with so many tokens: [stages at once, from 1 on] how many times as long computing
             takes while so many compute, because they share the memory; the last counts for more.
+        core_share: of the cores that more of them want than there are, how much they get.
     """
 
     num_cores: int
     slowdowns: Callable[[int], Sequence[float]] = lambda num_tokens: (1.0,)
+    core_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,11 @@ class SimulatedPipeline:
         activation_bytes_per_token: what crosses a link for each token of a microbatch.
         to_stages_s: from the engine's send to a stage that listens.
         to_engine_s: from the last stage's send to the engine.
-        to_first_stage_s: from the last stage's send to the first, for tokens that go there directly.
+        to_first_stage_s: from the last stage to the first, for tokens that go there directly.
         prepare_s, prepare_row_s: a stage's own time for an announcement, and for each of its rows, before computing.
-        send_s: a stage's own time after computing, before it does anything else.
+        begin_s: a stage's own time between having a microbatch's input and computing it.
+        send_s: a stage's own time for its activations after computing, before it does anything else.
+        hand_on_s, result_send_s: the last stage's, for tokens that go to the first and, after that, for the result.
         launch_s, launch_row_s: the engine's time for a microbatch, and for each of its rows.
         result_s, result_row_s: the engine's time for a result before it can launch again, and for each of its tokens.
         news_s, news_row_s: the same, for what it does after it has launched again.
@@ -75,7 +79,10 @@ class SimulatedPipeline:
     to_first_stage_s: float = 0.0
     prepare_s: float = 0.0
     prepare_row_s: float = 0.0
+    begin_s: float = 0.0
     send_s: float = 0.0
+    hand_on_s: float = 0.0
+    result_send_s: float = 0.0
     launch_s: float = 0.0
     launch_row_s: float = 0.0
     result_s: float = 0.0
@@ -160,7 +167,8 @@ class StagesOfTheirOwn:
         ready_s[0] = max(ready_s[0], self._tokens_s.get(passage.source, 0.0))
         service_s = np.empty_like(free_s)
         service_s[::2] = passage.times_s
-        service_s[::2] += pipeline.send_s
+        service_s[::2] += pipeline.begin_s + pipeline.send_s
+        service_s[-1] += pipeline.hand_on_s + pipeline.result_send_s - pipeline.send_s
         service_s[1::2] = passage.num_tokens * pipeline.activation_bytes_per_token * self._byte_s
         # Each begins when it is ready and the one before is done and the message is there:
         # start[j] = max(ready[j], start[j-1] + service[j-1] + latency[j-1]), written as a running maximum.
@@ -169,11 +177,11 @@ class StagesOfTheirOwn:
         starts_s = before_s + np.maximum.accumulate(ready_s - before_s)
         self._free_s = starts_s + service_s
         self._before = (waits_s, starts_s[::2])
-        passage.waits_s, passage.starts_s = waits_s.tolist(), starts_s[::2].tolist()
-        passage.ends_s = (starts_s[::2] + np.asarray(passage.times_s)).tolist()
-        end_s = float(self._free_s[-1])
-        passage.result_s = end_s + pipeline.to_engine_s
-        self._tokens_s[passage.number] = end_s + pipeline.to_first_stage_s
+        computes_s = starts_s[::2] + pipeline.begin_s
+        passage.waits_s, passage.starts_s = waits_s.tolist(), computes_s.tolist()
+        passage.ends_s = (computes_s + np.asarray(passage.times_s)).tolist()
+        passage.result_s = float(self._free_s[-1]) + pipeline.to_engine_s
+        self._tokens_s[passage.number] = passage.ends_s[-1] + pipeline.hand_on_s + pipeline.to_first_stage_s
         self._passages.append(passage)
 
     def _prepared_s(self, announced_s: float, prepare_s: float) -> Array:

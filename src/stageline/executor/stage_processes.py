@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import zmq
 from msgspec.structs import replace
 
+from stageline.checkpoint.model_spec import ModelSpec
 from stageline.config import environment
 from stageline.config.engine_config import EngineConfig
 from stageline.executor.messages import Calibration, LinkAccess, WorkerConfig
@@ -34,12 +35,14 @@ class StageAsked:
 
     Args:
         model: path of the checkpoint.
+        made_up: shape of a model without files.
     """
 
     config: EngineConfig
     model: str
     max_model_len: int
     calibration: Calibration | None
+    made_up: ModelSpec | None = None
 
 
 class StageProcesses:
@@ -144,6 +147,7 @@ class StageProcesses:
             more_token_output_addresses=token_outputs[1:],
             access=LinkAccess() if self._remote is None or not is_local else self._remote.access,
             calibration=asked.calibration,
+            made_up=asked.made_up,
             slowdown=slowdown.stages[index],
             input_delay_s=slowdown.input_delay_s(index),
         )

@@ -1,7 +1,7 @@
 """`stageline plan --calibrate`: what this host does with a model's layers, in less than a minute.
 
-One idea: every number comes from the code that serves: layers and head in processes like a stage's, alone and all at
-once; messages over the sockets that stages use; the engine's loop with nothing to wait for.
+One idea: every number comes from the code that serves: layers in processes like a stage's, alone and all at once, and
+small pipelines that really run, for what lies between layers.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from types import TracebackType
 from typing import Self, TypeVar
 
 import msgspec
+import numpy as np
 import psutil
 
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.config.engine_config import EngineConfig
-from stageline.cost.host_profile import Contention, Curve, HostKey, HostProfile, MessageCosts, host_key, layer_shape
+from stageline.cost.host_profile import Contention, Curve, HostKey, HostProfile, host_key, layer_shape
 from stageline.cost.model_costs import model_costs
 from stageline.errors import ConfigError, StagelineError
 from stageline.executor.stage_processes import available_cores
@@ -39,13 +41,19 @@ from stageline.pipeline.host_measurement import (
     Trouble,
 )
 from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
-from stageline.planner.measure_engine import CacheFlush, measure_engine
+from stageline.planner.crowding import with_crowding
+from stageline.planner.measure_run import SteadyDecodes, running_pipeline
+from stageline.planner.run_costs import engine_costs, head_curve, run_costs
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DECODE_ROWS = (1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 48, 64)
 _CONTEXT, _LONG_CONTEXT, _CONTEXT_ROWS = 128, 512, 16
-_CHUNK, _LONG_CHUNK = 128, 512
+_CHUNK, _LONG_CHUNK, _NUM_LONG_CHUNKS = 128, 512, 2
 _AT_ONCE_ROWS = (1, 4, 8, 16, 32, 64)
+_RUN_ROWS, _REQUESTS_PER_STAGE = (1, 4, 8, 16, 32, 64), 4
+_POINTS_PER_RUN = 3
+_CONTENTION_ROUNDS = 3
+_MOST_RUNNING_STAGES = 4
 POINT_S = 0.4
 _LARGER_THAN_CACHES_BYTES = 2**28
 _MOST_MEMORY_FRACTION = 0.4
@@ -92,26 +100,31 @@ def calibrate_host(
         alone = {order: processes.time(order, 1)[0] for order in orders.all}
         on_step("layers, several stages at once")
         contention = tuple(_contention(processes, number, point_s) for number in range(2, num_processes + 1))
-        on_step("messages and the engine")
-        messages = processes.measure_messages()
+        on_step("messages")
+        message_send_s, link_bytes_per_s = processes.measure_messages()
+    on_step("pipelines that run")
+    key = this_host(config, spec)
+    runs = _Runs.measure(config, spec, num_layers, key.num_places, point_s)
     fitted = _Fit(orders, alone, num_layers)
-    return HostProfile(
-        key=this_host(config, spec),
+    profile = HostProfile(
+        key=key,
         model=config.model,
         shape=layer_shape(costs),
         layer_s=fitted.layer_s,
-        head_s=fitted.head_s,
+        head_s=head_curve(runs.single),
         stage_s=fitted.stage_s,
         attention_token_s=fitted.attention_token_s,
         prefill_attention_s=fitted.prefill_attention_s,
         contention=contention,
-        prepare_s=fitted.prepare_s,
-        prepare_row_s=fitted.prepare_row_s,
-        messages=messages,
-        engine=measure_engine(),
+        run=run_costs(runs.single, *(runs.bound or runs.crowded)),
+        crowded_run=run_costs(runs.single, *(runs.crowded or runs.bound)),
+        message_send_s=message_send_s,
+        link_bytes_per_s=link_bytes_per_s,
+        engine=engine_costs(runs.single),
         memory_bytes_per_s=layer_bytes / fitted.layer_s.times_s[0],
         memory_bytes=float(psutil.virtual_memory().total),
     )
+    return with_crowding(profile, config, *runs.crowded) if runs.crowded else profile
 
 
 def _layers_to_time(layer_bytes: float, head_bytes: float, num_layers: int, num_processes: int) -> int:
@@ -125,6 +138,37 @@ def _layers_to_time(layer_bytes: float, head_bytes: float, num_layers: int, num_
         )
     wanted = math.ceil(_LARGER_THAN_CACHES_BYTES / layer_bytes)
     return max(1, min(wanted, num_most, num_layers - 1))
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Pipelines that ran, of as many layers each.
+
+    Args:
+        single: one stage, with ever more requests.
+        bound, crowded: with one request and with several per stage, where stages have cores of their own and where
+            they do not; empty where there is no such pipeline of few stages.
+    """
+
+    single: list[SteadyDecodes]
+    bound: tuple[SteadyDecodes, ...]
+    crowded: tuple[SteadyDecodes, ...]
+
+    @classmethod
+    def measure(cls, config: EngineConfig, spec: ModelSpec, num_layers: int, num_places: int, point_s: float) -> Self:
+        if spec.num_layers < 2:
+            raise ConfigError("a model of one layer makes no pipeline; calibrate with one of two or more")
+        with running_pipeline(config, spec, num_layers, 1, _RUN_ROWS[-1]) as pipeline:
+            single = [pipeline.decode(rows, 2 * point_s) for rows in _RUN_ROWS]
+
+        def several(num_stages: int) -> tuple[SteadyDecodes, ...]:
+            most = _REQUESTS_PER_STAGE * num_stages
+            with running_pipeline(config, spec, max(num_layers, num_stages), num_stages, most) as pipeline:
+                return tuple(pipeline.decode(number, _POINTS_PER_RUN * point_s) for number in (1, most))
+
+        num_crowded = num_places + 1
+        is_crowded = num_crowded <= min(_MOST_RUNNING_STAGES, spec.num_layers)
+        return cls(single, several(2) if num_places > 1 else (), several(num_crowded) if is_crowded else ())
 
 
 def _lower_decile(times_s: list[float]) -> float:
@@ -142,17 +186,20 @@ class _Orders:
         self.chunk = TimeMicrobatch(1, _CHUNK, 0, point_s, False)
         self.late_chunk = TimeMicrobatch(1, _CHUNK, _LONG_CONTEXT, point_s, False)
         self.long_chunk = TimeMicrobatch(1, _LONG_CHUNK, 0, point_s, False)
-        self.all = [*self.decodes, self.long_decode, self.chunk, self.late_chunk, self.long_chunk]
+        self.long_chunks = TimeMicrobatch(_NUM_LONG_CHUNKS, _LONG_CHUNK, 0, point_s, False)
+        self.all = [*self.decodes, self.long_decode, self.chunk, self.late_chunk, self.long_chunk, self.long_chunks]
 
 
 def _contention(processes: _Processes, num_at_once: int, point_s: float) -> Contention:
+    """Medians of rounds, alone and at once in turns: the host may become faster or slower meanwhile."""
     factors = []
     for rows in _AT_ONCE_ROWS:
-        order = TimeMicrobatch(rows, 1, _CONTEXT, point_s, False)
-        # Alone again, just before: the host may have become faster or slower since.
-        alone_s = processes.time(order, 1)[0].layers_s
-        at_once_s = median(measured.layers_s for measured in processes.time(order, num_at_once))
-        factors.append(max(1.0, at_once_s / alone_s))
+        order = TimeMicrobatch(rows, 1, _CONTEXT, point_s / _CONTENTION_ROUNDS, False)
+        found = []
+        for _ in range(_CONTENTION_ROUNDS):
+            alone_s = processes.time(order, 1)[0].layers_s
+            found.append(median(measured.layers_s for measured in processes.time(order, num_at_once)) / alone_s)
+        factors.append(max(1.0, median(found)))
     return Contention(_AT_ONCE_ROWS, tuple(factors))
 
 
@@ -168,19 +215,15 @@ class _Fit:
         self.attention_token_s = max(_LEAST_S, extra_s / (_CONTEXT_ROWS * (_LONG_CONTEXT - _CONTEXT)))
         extra_s = a_layer_s[orders.late_chunk] - a_layer_s[orders.chunk]
         self.prefill_attention_s = max(0.0, extra_s / (2 * _LONG_CONTEXT * _CHUNK))
+        chunks = (orders.chunk, orders.long_chunk, orders.long_chunks)
         layer_s = [
             a_layer_s[order] - self.attention_token_s * order.num_rows * order.cached_tokens for order in orders.decodes
         ]
         layer_s += [
-            a_layer_s[order] - self.prefill_attention_s * order.new_tokens**2
-            for order in (orders.chunk, orders.long_chunk)
+            a_layer_s[order] - self.prefill_attention_s * order.num_rows * order.new_tokens**2 for order in chunks
         ]
-        self.layer_s = Curve((*_DECODE_ROWS, _CHUNK, _LONG_CHUNK), tuple(max(_LEAST_S, one_s) for one_s in layer_s))
-        head_s = [one.last_layer_s - one.layers_s / num_layers - self.stage_s for one in decodes]
-        self.head_s = Curve(_DECODE_ROWS, tuple(max(_LEAST_S, time_s) for time_s in head_s))
-        first, last = decodes[0].prepare_s, decodes[-1].prepare_s
-        self.prepare_row_s = max(0.0, (last - first) / (_DECODE_ROWS[-1] - _DECODE_ROWS[0]))
-        self.prepare_s = max(0.0, first - self.prepare_row_s)
+        num_tokens = (*_DECODE_ROWS, *(order.num_tokens for order in chunks))
+        self.layer_s = Curve(num_tokens, tuple(max(_LEAST_S, one_s) for one_s in layer_s))
 
 
 class _Processes:
@@ -203,7 +246,7 @@ class _Processes:
                 num_layers=num_layers,
                 num_threads=num_threads,
                 cores=list(own_cores),
-                max_tokens=max(_DECODE_ROWS[-1], _LONG_CHUNK),
+                max_tokens=max(_DECODE_ROWS[-1], _NUM_LONG_CHUNKS * _LONG_CHUNK),
                 max_kv_tokens=max(_DECODE_ROWS[-1] * (_CONTEXT + 16), _CONTEXT_ROWS * (_LONG_CONTEXT + 16)),
                 max_model_len=_LONG_CONTEXT + _CHUNK,
                 listen_address=f"ipc://{self._folder.path}/echo{index}",
@@ -243,8 +286,11 @@ class _Processes:
             self._send(child, order)
         return [self._read(child, Measured) for child in self._children[:num_at_once]]
 
-    def measure_messages(self) -> MessageCosts:
-        """A stage's end of a link and the engine's, their caches emptied as by computing."""
+    def measure_messages(self) -> tuple[float, float]:
+        """Between a stage and the engine, their caches emptied as by computing.
+
+        Returns: the sender's time for a small message, and the bytes per second of large ones.
+        """
         child = self._children[0]
         self._send(child, Echo(2 * _NUM_MESSAGES))
         self._read(child, Ready)
@@ -253,8 +299,7 @@ class _Processes:
         small_send_s, small_s = self._round_trips(outgoing.send_multipart, decoder, [])
         _, large_s = self._round_trips(outgoing.send_multipart, decoder, [bytes(_LARGE_BYTES)])
         transfer_s = max(_LARGE_BYTES / _FASTEST_BYTES_PER_S, large_s - small_s)
-        # After the send come two ways and the answer in between: half of it each.
-        return MessageCosts(small_send_s, max(0.0, small_s - small_send_s) / 2, _LARGE_BYTES / transfer_s)
+        return small_send_s, _LARGE_BYTES / transfer_s
 
     def _round_trips(
         self, send: Callable[..., object], decoder: MessageDecoder[MicrobatchResult], further: list[bytes]
@@ -262,10 +307,10 @@ class _Processes:
         """Typical times to send, and until the answer is decoded."""
         microbatch = Microbatch(0, 0, [], [], [], list(range(8)), [_CONTEXT] * 8, [1] * 8, [1] * 8, list(range(8)))
         sends_s, trips_s = [], []
-        flush = CacheFlush()
+        larger_than_caches = np.zeros(_LARGER_THAN_CACHES_BYTES // 16, dtype=np.float32)
         for _ in range(_NUM_MESSAGES):
             self._answers.recv()  # the other side has emptied its caches, and waits
-            flush()
+            larger_than_caches += 1.0
             start_s, own_start_s = time.perf_counter(), time.thread_time()
             send([encode_message(microbatch), *further], copy=False)
             sends_s.append(time.thread_time() - own_start_s)

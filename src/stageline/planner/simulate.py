@@ -7,7 +7,7 @@ and spans say is kept, as if it had been a run.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stageline.clock import VirtualClock
 from stageline.engine.core import EngineCore
@@ -140,12 +140,14 @@ def simulate(
     limits: SchedulerLimits,
     memory: SimulatedMemory,
     max_concurrency: int | None = None,
+    warm_up: Sequence[PlannedRequest] = (),
 ) -> SimulatedRun:
     """Run a workload to its end.
 
     Args:
         requests: those without a time come at once, or as soon as `max_concurrency` lets them.
         max_concurrency: most requests unfinished at once; None for no bound.
+        warm_up: served before, all at once; nothing is told of them, but the scheduler has learnt what tokens cost.
     Raises: ConfigError if a request can never be served.
     """
     clock = VirtualClock()
@@ -154,17 +156,19 @@ def simulate(
     kv = KVCacheManager(memory.num_blocks, memory.block_size, memory.enable_prefix_caching)
     core = EngineCore(executor, Scheduler(kv, limits), clock)
     try:
+        _Clients([_unlike_others(request) for request in warm_up], core, clock, None).run()
+        start_s, num_before, busy_before_s = clock.now_s(), executor.num_microbatches, executor.busy_s
         clients = _Clients(requests, core, clock, max_concurrency)
         clients.run()
         most_per_stage = _MOST_SPANS // pipeline.num_stages
-        core.ask_for_spans(0.0, most_per_stage)
+        core.ask_for_spans(start_s, most_per_stage)
         return SimulatedRun(
             requests=tuple(clients.records),
             num_stages=pipeline.num_stages,
-            num_microbatches=executor.num_microbatches,
-            duration_s=clock.now_s(),
-            busy_s=executor.busy_s,
-            spans=core.take_spans(0.0, most_per_stage) or [],
+            num_microbatches=executor.num_microbatches - num_before,
+            duration_s=clock.now_s() - start_s,
+            busy_s=tuple(busy_s - before_s for busy_s, before_s in zip(executor.busy_s, busy_before_s, strict=True)),
+            spans=core.take_spans(start_s, most_per_stage) or [],
         )
     finally:
         core.close()
@@ -180,6 +184,7 @@ class _Clients:
         self._core = core
         self._clock = clock
         self._most = max_concurrency or len(requests)
+        self._start_s = clock.now_s()
         self._num_unfinished = 0
         self.records: list[SimulatedRequest] = []
 
@@ -199,7 +204,7 @@ class _Clients:
         """Returns: when the next one comes; None if none will, or if it comes when another ends."""
         while (number := len(self.records)) < len(self._requests) and self._num_unfinished < self._most:
             planned = self._requests[number]
-            at_s = planned.at_s or 0.0
+            at_s = self._start_s + (planned.at_s or 0.0)
             if at_s > self._clock.now_s():
                 return at_s
             # Who had to wait for room sends late, and counts from then.
@@ -224,6 +229,11 @@ def _as_engine_request(number: int, planned: PlannedRequest, arrival_s: float) -
         stop_token_ids=(),
         arrival_s=arrival_s,
     )
+
+
+def _unlike_others(planned: PlannedRequest) -> PlannedRequest:
+    """The same lengths with contents that no other request has."""
+    return replace(planned, segments=tuple(replace(one, content=-1 - one.content) for one in planned.segments))
 
 
 def _microbatch_limits(limits: SchedulerLimits, memory: SimulatedMemory) -> MicrobatchLimits:

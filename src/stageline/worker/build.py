@@ -8,11 +8,12 @@ from collections.abc import Callable
 import torch
 
 from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.model_spec import ModelSpec
 from stageline.checkpoint.stage_tensors import stage_file_bytes, stage_weight_bytes
 from stageline.checkpoint.tensor_shards import RankCuts
 from stageline.clock import Clock
 from stageline.errors import ConfigError
-from stageline.executor.messages import StageLoaded
+from stageline.executor.messages import StageLoaded, WorkerConfig
 from stageline.parallel.tensor_parallel import ALONE, TensorParallel
 from stageline.pipeline.partition import StageLayers
 from stageline.pipeline.slowdown import AS_FAST_AS_IT_IS, StageSlowdown
@@ -20,6 +21,7 @@ from stageline.timeline.recorder import Recorder
 from stageline.weights.reader import CheckpointReader
 from stageline.weights.shard import ShardedReader
 from stageline.worker.device import free_memory_bytes, resolve_device, resolve_dtype
+from stageline.worker.made_up_weights import MadeUpWeights
 from stageline.worker.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,25 @@ def build_stage(
             slowdown=slowdown,
         )
     return stage, _report(part, stage, weight_bytes)
+
+
+def build_made_up_stage(
+    config: WorkerConfig, spec: ModelSpec, part: StageLayers, clock: Clock, recorder: Recorder
+) -> tuple[Stage, StageLoaded]:
+    """As `build_stage`, of a model without files: its answers mean nothing, its times do."""
+    device = resolve_device(config.device, part.stage_index)
+    dtype, _ = resolve_dtype(config.dtype, spec.dtype, device)
+    weights = MadeUpWeights(dtype, device)
+    stage = Stage(
+        spec,
+        part.layers,
+        weights,
+        config.max_model_len,
+        stage_index=part.stage_index,
+        clock=clock,
+        record=recorder.record,
+    )
+    return stage, _report(part, stage, 0)
 
 
 def change_layers(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median
 
 import msgspec
@@ -37,10 +37,10 @@ from stageline.worker.device import resolve_device, resolve_dtype, set_threads, 
 from stageline.worker.input_buffers import InputBuffers
 from stageline.worker.kv_tensors import allocate_kv_tensors
 from stageline.worker.leading_tokens import largest
+from stageline.worker.made_up_weights import MadeUpWeights
 
 _LARGER_THAN_CACHES_BYTES = 2**26
 _LEAST_ROUNDS = 3
-_LARGEST_WEIGHT = 0.05
 _BLOCK_SIZE = 16
 
 
@@ -57,7 +57,7 @@ class HostMeasurer:
             num_blocks, _BLOCK_SIZE, spec.vocab_size, config.max_tokens, config.max_tokens, config.max_model_len
         )
         parts = (range(self.num_layers), range(1), range(spec.num_layers - 1, spec.num_layers))
-        reader, backend = _MadeUpWeights(self._dtype, self._device), select_backend(self._device)
+        reader, backend = MadeUpWeights(self._dtype, self._device), select_backend(self._device)
         with torch.inference_mode():
             self._layers, self._one, self._last = (
                 DecoderStage(spec, layers, reader, backend, config.max_model_len) for layers in parts
@@ -129,32 +129,6 @@ class HostMeasurer:
         work()
         synchronise(self._device)
         return self._now_s() - start_s
-
-
-class _MadeUpWeights:
-    """See `stageline.models.family.WeightReader`. How long a product takes does not depend on its numbers."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self.device = device
-
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self.read_float32(name, shape).to(self.dtype)
-
-    def read_float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=self.device).uniform_(-_LARGEST_WEIGHT, _LARGEST_WEIGHT)
-
-    def read_part(self, name: str, shape: tuple[int, ...], index: int) -> torch.Tensor:
-        return self.read(name, shape[1:])
-
-    def read_transposed_part(
-        self, name: str, shape: tuple[int, int, int], index: int, runs: Sequence[slice]
-    ) -> list[torch.Tensor]:
-        transposed = self.read(name, (shape[2], shape[1]))
-        return [transposed[rows] for rows in runs]
-
-    def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
-        return self.read(name, shape)
 
 
 def _typical(times_s: list[float]) -> float:

@@ -50,7 +50,7 @@ from stageline.timeline.stage_counters import StageAccount, StageState
 from stageline.worker.activation_codec import ActivationCodec
 from stageline.worker.activation_slices import joined, slice_of
 from stageline.worker.broken_links import neighbour_at
-from stageline.worker.build import build_stage, change_layers
+from stageline.worker.build import build_made_up_stage, build_stage, change_layers
 from stageline.worker.measure import ItemTimer, calibrate
 from stageline.worker.meet_ranks import meet_ranks
 from stageline.worker.model_files import ModelFiles
@@ -204,6 +204,8 @@ class Worker:
 
     def _load(self) -> tuple[Stage, StageLoaded]:
         config = self._config
+        if config.made_up is not None:
+            return build_made_up_stage(config, config.made_up, self._part, self._clock, self._recorder)
         return build_stage(
             self._files.open_with(self._part.layers),
             self._part,
