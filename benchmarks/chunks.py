@@ -8,7 +8,8 @@ by the same pipeline, after the warm-up that a server does and one round that do
 round, so that none profits from who was before it. Where stages share cores, depth says little.
 
 The least of several noisy medians is too small: it is the one with the most luck. So the best and the worst size are
-chosen by every other round and compared with auto in the rounds between, both ways; the ratio is the mean of the two.
+chosen by every other round and compared with auto in the rounds between, both ways. What is compared are two prompts of
+one round, for a machine drifts; the ratio is the median over the rounds.
 
 Beside decodes every size is bounded by --max-decode-slowdown, so a fixed one is only the most that a chunk may have.
 A size that gets its prompt done sooner by making others wait longer is no better, only another bargain: it is compared
@@ -145,8 +146,9 @@ def over_chosen(auto: list[Trial], fixed: list[list[Trial]], choose: Callable[..
     ratios = []
     for half in (0, 1):
         chosen = choose(fixed, key=lambda trials: first_token_s(trials[1 - half :: 2]))
-        ratios.append(first_token_s(auto[half::2]) / first_token_s(chosen[half::2]))
-    return statistics.mean(ratios)
+        pairs = zip(auto[half::2], chosen[half::2], strict=True)
+        ratios += [one.first_token_s / other.first_token_s for one, other in pairs]
+    return statistics.median(ratios)
 
 
 def row(trials: list[list[Trial]]) -> str:
