@@ -51,9 +51,8 @@ def _generate(llm: LLM) -> list[int]:
 
 
 def test_stages_time_some_layers_and_then_load_those_they_are_given(model: Path, caplog) -> None:
-    with caplog.at_level(logging.INFO), LLM(
-        model, pipeline_parallel_size=3, pp_layer_partition="auto", **_settings()
-    ) as llm:
+    settings = _settings(pipeline_parallel_size=3, tensor_parallel_size="2,1,1", pp_layer_partition="auto")
+    with caplog.at_level(logging.INFO), LLM(model, **settings) as llm:
         counts = [len(stage.layers) for stage in llm.partition]
         tokens = _generate(llm)
     assert sum(counts) == NUM_LAYERS and min(counts) >= 1
@@ -69,7 +68,7 @@ def test_calibration_times_the_planned_layers_and_each_end_where_it_is(model: Pa
         heard.extend(measured)
         return stages_of((1, 4, 1))
 
-    executor = _executor(model, CalibrationPlan(PlannedMicrobatch(3, 20), (0, 2), choose))
+    executor = _executor(model, CalibrationPlan(PlannedMicrobatch(3, 20), (0, 2), choose), ranks="1,1,2")
     try:
         executor.load()
         assert [len(stage.layers) for stage in executor.partition] == [1, 4, 1]
@@ -81,8 +80,8 @@ def test_calibration_times_the_planned_layers_and_each_end_where_it_is(model: Pa
     assert [times.head_s is not None for times in heard] == [False, False, True]
 
 
-def _executor(model: Path, calibration: CalibrationPlan) -> MultiProcessExecutor:
-    config = EngineConfig(model=str(model), pipeline_parallel_size=3, **_settings())
+def _executor(model: Path, calibration: CalibrationPlan, ranks: str = "1") -> MultiProcessExecutor:
+    config = EngineConfig(model=str(model), pipeline_parallel_size=3, tensor_parallel_size=ranks, **_settings())
     return MultiProcessExecutor(config, str(model), stages_of((2, 2, 2)), 64, MonotonicClock(), calibration)
 
 
@@ -136,7 +135,7 @@ def test_tune_measures_both_partitions_and_auto_uses_what_it_applied(model: Path
         [
             "tune", str(model), "-pp", "2", "--concurrency", "4", "--context", "20", "--output-len", "12",
             "--repetitions", "1", "--pp-layer-partition", "5,1", "--dtype", "float32", "--device", "cpu",
-            "--no-bind-cores", "--kv-cache-memory", "32MiB", "--apply", "--output", str(result),
+            "--no-bind-cores", "--kv-cache-memory", "32MiB", "--apply", "--output", str(result), "-tp", "2,1",
         ]
     )  # fmt: skip
     assert status == 0
@@ -146,14 +145,17 @@ def test_tune_measures_both_partitions_and_auto_uses_what_it_applied(model: Path
     assert found["partitions"][0]["counts"] == [5, 1]
     assert len(found["layers_s"]) == NUM_LAYERS and min(found["layers_s"]) > 0
     config = EngineConfig(
-        model=str(model), pipeline_parallel_size=2, pp_layer_partition="auto", **_settings(bind_cores=True)
-    )
+        model=str(model), pipeline_parallel_size=2, pp_layer_partition="auto", **_settings(bind_cores=True),
+        tensor_parallel_size="2,1",
+    )  # fmt: skip
     checkpoint = open_checkpoint(str(model))
     profile = load_profile(profile_key_of(config, checkpoint))
     assert profile is not None and list(profile.costs.layers_s) == found["layers_s"]
     choice = choose_partition(config, checkpoint, 64)
     assert choice.calibration is None and "a profile of `stageline tune`" in choice.note
     assert [len(stage.layers) for stage in choice.stages] == found["proposal"]
+    # Layers that are shared otherwise take other times.
+    assert load_profile(profile_key_of(dataclasses.replace(config, tensor_parallel_size="1"), checkpoint)) is None
 
 
 @pytest.mark.parametrize(

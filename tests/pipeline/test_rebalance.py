@@ -53,11 +53,12 @@ class CutsInBetween:
         return self._step(*args, **kwargs)
 
 
-@pytest.mark.parametrize("executor", ["multi_process", "in_process"])
+@pytest.mark.parametrize(("executor", "ranks"), [("multi_process", "2,1"), ("in_process", "1")])
 def test_tokens_do_not_depend_on_the_cut_being_moved(
-    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, executor: str
+    model: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, executor: str, ranks: str
 ) -> None:
     settings = {**SETTINGS, "pipeline_parallel_size": 2, "distributed_executor_backend": executor, "max_num_seqs": 4}
+    settings["tensor_parallel_size"] = ranks
     with LLM(model, **settings) as llm:
         cuts = {15: (1, 7), 40: (6, 2), 60: (5, 3)}
         CutsInBetween(llm._core, monkeypatch, cuts)

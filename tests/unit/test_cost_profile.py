@@ -15,9 +15,9 @@ from stageline.cost.layer_costs import (
     layers_to_time,
     rooms_of,
 )
-from stageline.cost.profile import Profile, load_profile, profile_key, save_profile
+from stageline.cost.profile import Profile, ProfileKey, load_profile, profile_key, save_profile
 from stageline.errors import InternalError
-from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
+from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes, times_of_ranks
 from stageline.pipeline.partition_by_cost import ItemCosts, StageRoom
 
 HIDDEN, INNER, VOCAB = 8, 32, 100
@@ -146,6 +146,8 @@ def test_a_profile_is_believed_for_nothing_but_what_it_was_measured_of(cache) ->
         profile_key(checkpoint, "cpu", "float32", "none", 1),
         profile_key(checkpoint, "cpu", "bfloat16", "int8", 1),
         profile_key(checkpoint, "cpu", "bfloat16", "none", 2),
+        profile_key(checkpoint, "cpu", "bfloat16", "none", 1, (2, 2)),
+        profile_key(checkpoint, "cpu", "bfloat16", "none", 1, (2, 1)),
     ]
     for key in others:
         assert load_profile(key) is None
@@ -153,6 +155,26 @@ def test_a_profile_is_believed_for_nothing_but_what_it_was_measured_of(cache) ->
         key.path.write_bytes(path.read_bytes())
         assert load_profile(key) is None
     assert profile_key(_checkpoint(["BF16"] * 2, path="/elsewhere"), "cpu", "bfloat16", "none", 1) == profile.key
+
+
+def test_a_profile_holds_for_any_number_of_stages_whose_ranks_are_equally_many() -> None:
+    def key(*ranks_per_stage: int) -> ProfileKey:
+        return profile_key(_checkpoint(["BF16"] * 2), "cpu", "bfloat16", "none", 1, ranks_per_stage)
+
+    assert key(1) == key(1, 1) and key(2, 2) == key(2, 2, 2) == key(2)
+    assert len({key(1), key(2), key(2, 1), key(1, 2)}) == 4
+    assert b"ranks" not in msgspec.json.encode(key(1, 1))  # profiles from before there were ranks are found
+
+
+def test_a_stage_is_as_fast_as_its_slowest_rank_and_has_the_memory_of_all() -> None:
+    ranks = [
+        StageItemTimes(1, 5, 4, [0, 2], [0.1, 0.4], None, 0.5, 900, "cuda:1", 0),
+        StageItemTimes(1, 5, 4, [0, 2], [0.2, 0.3], None, 0.6, 700, "cuda:2", 1),
+    ]
+    together = times_of_ranks(ranks)
+    assert together == StageItemTimes(1, 5, 4, [0, 2], [0.2, 0.4], None, 0.6, 1400, "cuda:1 + cuda:2", 0)
+    on_one = times_of_ranks([msgspec.structs.replace(one, memory_pool="cpu") for one in ranks])
+    assert (on_one.free_bytes, on_one.memory_pool) == (700, "cpu")
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", msgspec.json.encode({"key": 1})])

@@ -110,11 +110,6 @@ def _checked(args: argparse.Namespace) -> tuple[EngineConfig, Checkpoint]:
             "--distributed-executor-backend is in_process: stages of one process take turns, whatever the partition; "
             "tune with multi_process"
         )
-    if max(config.ranks_per_stage) > 1:
-        raise ConfigError(
-            f"--tensor-parallel-size is {config.tensor_parallel_size}: what is kept are times of layers that nobody "
-            "shares; leave it out"
-        )
     if args.concurrency < num_stages:
         raise ConfigError(
             f"--concurrency is {args.concurrency} for {num_stages} stages; fewer requests than stages leave stages "

@@ -160,20 +160,11 @@ class EngineConfig:
         return tuple(map(int, sizes * num_stages if len(sizes) == 1 else sizes))
 
     def _check_ranks(self) -> None:
-        if max(self.ranks_per_stage) == 1:
-            return
-        asked = f"--tensor-parallel-size is {self.tensor_parallel_size}"
-        if self.distributed_executor_backend == "in_process":
+        if max(self.ranks_per_stage) > 1 and self.distributed_executor_backend == "in_process":
             raise ConfigError(
-                f"{asked}, but --distributed-executor-backend in_process runs all in one process; leave one of them out"
+                f"--tensor-parallel-size is {self.tensor_parallel_size}, but --distributed-executor-backend in_process "
+                "runs all in one process; leave one of them out"
             )
-        if (self.pp_layer_partition or "").strip() in AUTO_PARTITIONS:
-            raise ConfigError(
-                f"{asked}, and stages whose layers are shared by ranks are not timed before they load; give "
-                "--pp-layer-partition as numbers, such as 16,14, or leave it out"
-            )
-        if self.rebalance:
-            raise ConfigError(f"{asked}, and layers that ranks share are not moved; leave --rebalance out")
 
     def check(self) -> EngineConfig:
         """Return self, or raise ConfigError naming the first setting that cannot work."""

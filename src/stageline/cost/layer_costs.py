@@ -107,19 +107,25 @@ def _speed(stage: StageItemTimes, kinds: Sequence[int], kind_s: dict[int, float]
 
 
 def item_bytes(
-    checkpoint: Checkpoint, itemsize: int, keeps_quantized: bool, kv_bytes_per_layer: int | Sequence[int]
+    checkpoint: Checkpoint,
+    itemsize: int,
+    keeps_quantized: bool,
+    kv_bytes_per_layer: int | Sequence[int],
+    num_ranks: int = 1,
 ) -> ItemBytes:
     """What each item takes in a stage's memory.
 
     Args:
         itemsize: bytes of a number in the compute dtype.
         kv_bytes_per_layer: KV cache that the plan needs for every layer, or for each.
+        num_ranks: that share each layer; the result is what all of them have, copies included.
     """
     num_layers = checkpoint.spec.num_layers
     kv_bytes = [kv_bytes_per_layer] * num_layers if isinstance(kv_bytes_per_layer, int) else kv_bytes_per_layer
 
     def weights(layers: range, is_first: bool = False, is_last: bool = False) -> int:
-        return stage_weight_bytes(checkpoint, layers, is_first, is_last, itemsize, keeps_quantized)
+        of_a_rank = stage_weight_bytes(checkpoint, layers, is_first, is_last, itemsize, keeps_quantized, num_ranks)
+        return num_ranks * of_a_rank
 
     return ItemBytes(
         embedding=weights(range(0), is_first=True),

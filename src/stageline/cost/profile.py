@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,13 +27,15 @@ _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 _Kept = TypeVar("_Kept", bound=msgspec.Struct)
 
 
-class ProfileKey(msgspec.Struct, frozen=True):
+class ProfileKey(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a profile is of.
 
     Args:
         model_digest: of the model's shape and its tensors' names, shapes and encodings; not of the weights.
         machine: its processor, and its GPUs if the device is not "cpu".
         device, dtype, quantization, threads_per_stage, kernels: as asked for.
+        ranks: that share a stage's layers; one number if it is every stage's, else one for each stage. None if nobody
+            shares any.
     """
 
     model_digest: str
@@ -42,6 +45,7 @@ class ProfileKey(msgspec.Struct, frozen=True):
     quantization: str
     threads_per_stage: int
     kernels: str
+    ranks: tuple[int, ...] | None = None
 
     @property
     def path(self) -> Path:
@@ -69,12 +73,19 @@ class Profile(msgspec.Struct, frozen=True):
 
 
 def profile_key(
-    checkpoint: Checkpoint, device: str, dtype: str, quantization: str, threads_per_stage: int
+    checkpoint: Checkpoint,
+    device: str,
+    dtype: str,
+    quantization: str,
+    threads_per_stage: int,
+    ranks_per_stage: Sequence[int] = (1,),
 ) -> ProfileKey:
     """The key for this machine."""
     machine = describe_machine(with_gpus=device != "cpu")
-    digest = model_digest(checkpoint)
-    return ProfileKey(digest, machine, device, dtype, quantization, threads_per_stage, environment.kernels())
+    digest, kernels = model_digest(checkpoint), environment.kernels()
+    ranks = tuple(ranks_per_stage if len(set(ranks_per_stage)) > 1 else ranks_per_stage[:1])
+    shared = None if ranks == (1,) else ranks
+    return ProfileKey(digest, machine, device, dtype, quantization, threads_per_stage, kernels, shared)
 
 
 def load_profile(key: ProfileKey) -> Profile | None:

@@ -121,12 +121,16 @@ class LayoutRules:
         return min(layout.kv_plan.num_tokens, self._max_model_len)
 
     def needed_bytes(self, layout: Layout) -> ItemBytes:
-        """Memory of every item, with the least KV cache that will do."""
+        """Memory of every item, with the least KV cache that will do; of all ranks of a stage, where most share it."""
         itemsize = ITEMSIZE[layout.reports[0].dtype]
         spec, chunks = self.checkpoint.spec, 2 * self.config.max_num_batched_tokens
         window = kept_window(spec, self._max_model_len)
-        kv_bytes = kv_bytes_per_layer(spec, self._needed_tokens(layout), itemsize, window, chunks)
-        return item_bytes(self.checkpoint, itemsize, self.config.quantization != "none", kv_bytes)
+        ranks = max(self.config.ranks_per_stage)
+        kv_bytes = kv_bytes_per_layer(
+            rank_spec(spec, ranks), self._needed_tokens(layout), itemsize, window, chunks
+        )
+        kv_of_all = [ranks * num_bytes for num_bytes in kv_bytes]
+        return item_bytes(self.checkpoint, itemsize, self.config.quantization != "none", kv_of_all, ranks)
 
     def limits(self, layout: Layout) -> MicrobatchLimits:
         config = self.config
@@ -141,11 +145,10 @@ class LayoutRules:
         )
 
     def _weight_bytes(self, part: StageLayers, report: StageLoaded) -> int:
-        keeps_quantized = self.config.quantization != "none"
-        itemsize = ITEMSIZE[report.dtype]
-        return stage_weight_bytes(
-            self.checkpoint, part.layers, part.is_first, part.is_last, itemsize, keeps_quantized
-        )
+        """Of all ranks of the stage, as they would report it."""
+        keeps_quantized, ranks = self.config.quantization != "none", report.num_ranks
+        holds, itemsize = (part.layers, part.is_first, part.is_last), ITEMSIZE[report.dtype]
+        return ranks * stage_weight_bytes(self.checkpoint, *holds, itemsize, keeps_quantized, ranks)
 
 
 def measured_rooms(reports: Sequence[StageLoaded], speeds: Sequence[float]) -> tuple[StageRoom, ...]:

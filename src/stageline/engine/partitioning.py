@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.tensor_shards import as_shared, rank_spec
 from stageline.config import environment
 from stageline.config.engine_config import AUTO_PARTITIONS, PLANNED_CONTEXT_TOKENS, PLANNED_REQUESTS, EngineConfig
 from stageline.cost.layer_costs import (
@@ -101,20 +102,26 @@ def planned_microbatch(
 
 
 def planned_bytes(config: EngineConfig, checkpoint: Checkpoint, planned: PlannedMicrobatch) -> ItemBytes:
-    """Memory of every item, with the KV cache for what is planned."""
+    """Memory of every item, with the KV cache for what is planned; if ranks share layers, of all of them, where most
+    do."""
     itemsize = _itemsize(config, checkpoint)
     spec, num_requests = checkpoint.spec, planned.num_rows * config.pipeline_parallel_size
     window = kept_window(spec, config.max_model_len or spec.max_position_embeddings)
-    kv_bytes = kv_bytes_per_layer(spec, planned.context_tokens + 1, itemsize, window, config.block_size)
-    return item_bytes(
-        checkpoint, itemsize, config.quantization != "none", [num_requests * num_bytes for num_bytes in kv_bytes]
+    ranks = max(config.ranks_per_stage)
+    kv_bytes = kv_bytes_per_layer(
+        rank_spec(spec, ranks), planned.context_tokens + 1, itemsize, window, config.block_size
     )
+    kv_of_all = [ranks * num_requests * num_bytes for num_bytes in kv_bytes]
+    return item_bytes(checkpoint, itemsize, config.quantization != "none", kv_of_all, ranks)
 
 
 def profile_key_of(config: EngineConfig, checkpoint: Checkpoint) -> ProfileKey:
     """Where this configuration's profile is kept. "auto" as dtype is the checkpoint's own, whoever spells it out."""
     dtype = checkpoint.spec.dtype if config.dtype == "auto" else config.dtype
-    return profile_key(checkpoint, config.device, dtype, config.quantization, config.threads_per_stage)
+    shared = as_shared(checkpoint, config.enable_expert_parallel)
+    return profile_key(
+        shared, config.device, dtype, config.quantization, config.threads_per_stage, config.ranks_per_stage
+    )
 
 
 def format_counts(stages: Sequence[StageLayers]) -> str:

@@ -255,9 +255,8 @@ def _log_layout(layout: Layout, max_model_len: int) -> None:
 
 
 def _rebalance_policy(config: EngineConfig) -> RebalancePolicy | None:
-    """None where no cut is better than another (one stage, or stages that take turns), or ranks share layers."""
-    is_shared = max(config.ranks_per_stage) > 1
-    if config.pipeline_parallel_size == 1 or config.distributed_executor_backend == "in_process" or is_shared:
+    """None where no cut is better than another: one stage, or stages that take turns."""
+    if config.pipeline_parallel_size == 1 or config.distributed_executor_backend == "in_process":
         return None
     return RebalancePolicy(config.rebalance_gain, config.rebalance_patience_s)
 

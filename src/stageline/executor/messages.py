@@ -255,8 +255,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     rank: int = 0
 
 
-FromRank = Loading | StageLoaded | Allocated | Pong | Failed
+FromRank = Loading | StageItemTimes | StageLoaded | Allocated | Pong | Failed
 """What every rank of a stage says; the rest only its first one."""
 
-FromStage = FromRank | Spans | StageItemTimes | StageCounters
+FromStage = FromRank | Spans | StageCounters
 FromWorker = FromStage | MicrobatchResult

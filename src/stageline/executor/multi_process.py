@@ -49,14 +49,16 @@ from stageline.executor.watch import Watch
 from stageline.executor.worker_process import WorkerProcess
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.wakeup import Wakeup
-from stageline.pipeline.item_times import StageItemTimes
+from stageline.pipeline.item_times import StageItemTimes, times_of_ranks
 from stageline.pipeline.microbatch import Microbatch, MicrobatchLimits, MicrobatchResult, TokenMasks
 from stageline.pipeline.partition import StageLayers
 from stageline.pipeline.rank_layout import RankLayout
+from stageline.pipeline.rank_memory import memory_of_ranks
 from stageline.timeline.span import Span
 from stageline.timeline.stage_counters import StageCounters
 
 _Answer = TypeVar("_Answer", Allocated, StageItemTimes)
+_Found = TypeVar("_Found", StageLoaded, StageItemTimes)
 
 _LAST_WORDS_S = 0.5
 """How long an ended process's last message may take to arrive."""
@@ -169,14 +171,16 @@ class MultiProcessExecutor:
         stages = range(len(self._ranks.sizes))
         return [together([reports[process] for process in self._ranks.of_stage(index)]) for index in stages]
 
-    def _in_its_machine(self, report: StageLoaded) -> StageLoaded:
+    def _in_its_machine(self, report: _Found) -> _Found:
         """Memory of two machines is not one pool, whatever they call it."""
         if self._remote is None or not (machine := self._remote.machine_of(report.stage_index)):
             return report
         return msgspec.structs.replace(report, memory_pool=f"{report.memory_pool} of {machine}")
 
     def _calibrate(self, plan: CalibrationPlan) -> None:
-        self._assign(plan.choose(self._gather(StageItemTimes)))
+        times = [self._in_its_machine(one) for one in self._gather(StageItemTimes, self._ranks.num_processes)]
+        stages = range(len(self._ranks.sizes))
+        self._assign(plan.choose([times_of_ranks([times[one] for one in self._ranks.of_stage(i)]) for i in stages]))
 
     def _assign(self, stages: tuple[StageLayers, ...]) -> None:
         self.partition = stages
@@ -434,15 +438,14 @@ def _milliseconds(duration_s: float) -> int:
 
 
 def together(reports: Sequence[StageLoaded]) -> StageLoaded:
-    """What a stage's ranks found as one report: of memory, all of theirs. Ranks with memory of their own are as good as
-    the one that has least."""
-    first, pools = reports[0], [report.memory_pool for report in reports]
-    free_bytes = min(report.free_bytes for report in reports)
-    is_shared = len(set(pools)) == 1
+    """What a stage's ranks found as one report: of memory, all of theirs."""
+    pool, free_bytes = memory_of_ranks(
+        [report.memory_pool for report in reports], [report.free_bytes for report in reports]
+    )
     return msgspec.structs.replace(
-        first,
+        reports[0],
         weight_bytes=sum(report.weight_bytes for report in reports),
-        free_bytes=free_bytes if is_shared else free_bytes * len(reports),
-        memory_pool=pools[0] if is_shared else " + ".join(pools),
+        free_bytes=free_bytes,
+        memory_pool=pool,
         num_ranks=len(reports),
     )

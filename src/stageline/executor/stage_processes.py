@@ -26,7 +26,7 @@ from stageline.links.sockets import Links
 from stageline.pipeline.partition import StageLayers
 from stageline.pipeline.rank_layout import RankLayout, StageRank
 from stageline.pipeline.rank_memory import shared_bytes
-from stageline.pipeline.slowdown import parse_slowdown
+from stageline.pipeline.slowdown import AS_FAST_AS_IT_IS, parse_slowdown
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,8 @@ class StageProcesses:
             access=LinkAccess() if self._remote is None or not is_local else self._remote.access,
             calibration=asked.calibration,
             made_up=asked.made_up,
-            slowdown=slowdown.stages[index],
+            # The others wait for the first rank in every layer; were they slowed too, the stage would be twice.
+            slowdown=slowdown.stages[index] if place.rank == 0 else AS_FAST_AS_IT_IS,
             input_delay_s=slowdown.input_delay_s(index),
         )
 

@@ -14,7 +14,7 @@ from stageline.checkpoint.tensor_shards import RankCuts
 from stageline.clock import Clock
 from stageline.errors import ConfigError
 from stageline.executor.messages import StageLoaded, WorkerConfig
-from stageline.parallel.tensor_parallel import ALONE, TensorParallel
+from stageline.parallel.tensor_parallel import TensorParallel, alone
 from stageline.pipeline.partition import StageLayers
 from stageline.pipeline.slowdown import AS_FAST_AS_IT_IS, StageSlowdown
 from stageline.timeline.recorder import Recorder
@@ -27,10 +27,6 @@ from stageline.worker.stage import Stage
 logger = logging.getLogger(__name__)
 
 _PROGRESS_STEPS = 100
-
-
-def _alone(device: torch.device, dtype: torch.dtype) -> TensorParallel:
-    return ALONE
 
 
 def build_stage(
@@ -46,7 +42,7 @@ def build_stage(
     on_progress: Callable[[int, int], None],
     slowdown: StageSlowdown = AS_FAST_AS_IT_IS,
     device_index: int | None = None,
-    join: Callable[[torch.device, torch.dtype], TensorParallel] = _alone,
+    join: Callable[[torch.device, torch.dtype], TensorParallel] = alone,
 ) -> tuple[Stage, StageLoaded]:
     """Read one stage's weights and make it ready for `allocate_kv`.
 

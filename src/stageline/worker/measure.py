@@ -10,21 +10,26 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
+import msgspec
 import torch
 
 from stageline.attention.backend import AttentionMetadata, LayerCache
 from stageline.attention.select import select_backend
 from stageline.checkpoint.checkpoint import Checkpoint
+from stageline.checkpoint.model_spec import ModelSpec
+from stageline.checkpoint.tensor_shards import RankCuts, rank_spec
 from stageline.clock import Clock
 from stageline.executor.messages import Calibration
 from stageline.models.family import Block, Head
 from stageline.models.recorded_blocks import RunBlocks, record_blocks
 from stageline.models.registry import load_family
+from stageline.parallel.tensor_parallel import TensorParallel, alone
 from stageline.pipeline.item_times import PlannedMicrobatch, StageItemTimes
 from stageline.pipeline.microbatch import AddedRequest, Microbatch, MicrobatchLimits
 from stageline.pipeline.slowdown import AS_FAST_AS_IT_IS, StageSlowdown
 from stageline.sampling import SamplerSpec
 from stageline.weights.reader import CheckpointReader
+from stageline.weights.shard import ShardedReader
 from stageline.worker.device import free_memory_bytes, resolve_device, resolve_dtype, synchronise
 from stageline.worker.input_buffers import InputBuffers
 from stageline.worker.kv_tensors import allocate_kv_tensors
@@ -116,27 +121,33 @@ def calibrate(
     quantization: str,
     clock: Clock,
     slowdown: StageSlowdown = AS_FAST_AS_IT_IS,
+    device_index: int | None = None,
+    join: Callable[[torch.device, torch.dtype], TensorParallel] = alone,
 ) -> StageItemTimes:
     """Read a few layers and the stage's ends, run the planned microbatch through them some times, and forget them.
 
+    Args:
+        device_index, join: as `stageline.worker.build.build_stage` takes them. All ranks of a stage do this at once.
     Raises: ConfigError if a weight cannot be read or does not fit.
     """
-    torch_device = resolve_device(device, stage_index)
+    torch_device = resolve_device(device, stage_index if device_index is None else device_index)
     torch_dtype, _ = resolve_dtype(dtype, checkpoint.spec.dtype, torch_device)
-    spec, planned, layers = checkpoint.spec, calibration.planned, calibration.layers
+    planned, layers, ranks = calibration.planned, calibration.layers, join(torch_device, torch_dtype)
+    spec, cuts = rank_spec(checkpoint.spec, ranks.size, ranks.rank), RankCuts(checkpoint.spec, ranks.rank, ranks.size)
     microbatch, limits = _planned_microbatch(planned, spec.vocab_size, calibration.block_size)
-    with CheckpointReader(checkpoint, torch_dtype, torch_device, None, quantization != "none") as reader:
-        family = load_family(spec.family)(spec, reader, select_backend(torch_device), limits.max_model_len)
+    with CheckpointReader(checkpoint, torch_dtype, torch_device, None, quantization != "none") as whole:
+        reader = whole if ranks.size == 1 else ShardedReader(whole, cuts)
+        family = load_family(spec.family)(spec, reader, select_backend(torch_device), limits.max_model_len, ranks)
         embedding = family.embedding() if is_first else None
         blocks = [family.block(layer) for layer in layers]
         head = family.head() if is_last else None
-    caches = _filled_caches(checkpoint, len(layers), limits, torch_dtype, torch_device)
+    caches = _filled_caches(spec, len(layers), limits, torch_dtype, torch_device)
     metadata = InputBuffers(limits, torch_device).apply_and_build(microbatch)
     token_ids = torch.tensor(microbatch.token_ids, dtype=torch.int64, device=torch_device)
     states = torch.randn((planned.num_rows, spec.hidden_size), device=torch_device).to(torch_dtype)
     run_blocks = _as_run_in_serving(blocks, caches, states)
     timer = ItemTimer(stage_index, layers, is_first, is_last, torch_device, clock, Stretch(slowdown, clock))
-    for _ in _rounds(clock, torch_device):
+    for _ in _rounds(clock, torch_device, ranks):
         timer.start()
         hidden_states = states if embedding is None else embedding(token_ids)
         timer.mark()
@@ -146,7 +157,7 @@ def calibrate(
             timer.mark()
         timer.finish(planned.num_rows, planned.num_rows)
     # Other stages are still starting: what disturbed a round says nothing of serving.
-    return timer.times(min)
+    return msgspec.structs.replace(timer.times(min), rank=ranks.rank)
 
 
 def _as_run_in_serving(blocks: Sequence[Block], caches: Sequence[LayerCache], states: torch.Tensor) -> RunBlocks:
@@ -164,14 +175,19 @@ def _as_run_in_serving(blocks: Sequence[Block], caches: Sequence[LayerCache], st
     return record_blocks(run_blocks, states[:1], states.shape[0]) or run_blocks
 
 
-def _rounds(clock: Clock, device: torch.device) -> Iterator[int]:
-    """As many rounds as there is time for, each with caches that hold something else."""
+def _rounds(clock: Clock, device: torch.device, ranks: TensorParallel) -> Iterator[int]:
+    """As many rounds as there is time for, each with caches that hold something else.
+
+    Ranks begin each round together, and agree which one is the last.
+    """
     evicting = torch.zeros(_LARGER_THAN_CACHES_BYTES // 4, dtype=torch.float32, device=device)
     start_s = clock.now_s()
     for number in range(_MOST_ROUNDS):
-        if number >= _LEAST_ROUNDS and clock.now_s() - start_s > _LONGEST_S:
-            return
         evicting.add_(1.0)
+        elapsed_s = torch.tensor([[clock.now_s() - start_s]], dtype=torch.float32, device=device)
+        is_over = ranks.all_reduce(elapsed_s).item() > _LONGEST_S * ranks.size
+        if number >= _LEAST_ROUNDS and is_over:
+            return
         synchronise(device)
         yield number
 
@@ -207,10 +223,10 @@ def _planned_microbatch(
 
 
 def _filled_caches(
-    checkpoint: Checkpoint, num_layers: int, limits: MicrobatchLimits, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, num_layers: int, limits: MicrobatchLimits, dtype: torch.dtype, device: torch.device
 ) -> list[LayerCache]:
     """Written to, because memory that never was is one and the same page, and quick to read."""
-    caches = allocate_kv_tensors(checkpoint.spec, num_layers, limits.num_blocks, limits.block_size, dtype, device)
+    caches = allocate_kv_tensors(spec, num_layers, limits.num_blocks, limits.block_size, dtype, device)
     for cache in caches:
         cache.keys.normal_()
         cache.values.normal_()

@@ -10,8 +10,20 @@ from stageline.parallel.shared_memory import SharedMemoryRanks, map_memory
 from stageline.parallel.tensor_parallel import ALONE, TensorParallel
 
 
-def meet_ranks(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> TensorParallel:
-    """Returns when all are there."""
+class RanksMeeting:
+    """A stage's ranks meet once, however often they are asked for."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._met: TensorParallel | None = None
+
+    def __call__(self, device: torch.device, dtype: torch.dtype) -> TensorParallel:
+        """Returns when all are there."""
+        self._met = self._met or _meet(self._config, device, dtype)
+        return self._met
+
+
+def _meet(config: WorkerConfig, device: torch.device, dtype: torch.dtype) -> TensorParallel:
     if config.num_ranks == 1:
         return ALONE
     library = kernels.library(device, dtype)

@@ -10,7 +10,6 @@ import gc
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -52,7 +51,7 @@ from stageline.worker.activation_slices import joined, slice_of
 from stageline.worker.broken_links import neighbour_at
 from stageline.worker.build import build_made_up_stage, build_stage, change_layers
 from stageline.worker.measure import ItemTimer, calibrate
-from stageline.worker.meet_ranks import meet_ranks
+from stageline.worker.meet_ranks import RanksMeeting
 from stageline.worker.model_files import ModelFiles
 from stageline.worker.sampled_tokens import AwaitedTokens
 from stageline.worker.stage import PreparedMicrobatch, Stage
@@ -95,6 +94,7 @@ class Worker:
         self._control = control
         self._engine = engine
         self._files = ModelFiles(config, engine)
+        self._meet_ranks = RanksMeeting(config)
         self._clock = MonotonicClock()
         self._recorder = recorder or Recorder()
         self._account = account or StageAccount(config.stage_index)
@@ -173,6 +173,8 @@ class Worker:
             quantization=config.quantization,
             clock=self._clock,
             slowdown=config.slowdown,
+            device_index=None if config.device_index < 0 else config.device_index,
+            join=self._meet_ranks,
         )
         self._engine.send(encode_message(times))
         message = self._decoder.decode(self._control.recv())
@@ -220,7 +222,7 @@ class Worker:
             ),
             slowdown=config.slowdown,
             device_index=None if config.device_index < 0 else config.device_index,
-            join=partial(meet_ranks, config),
+            join=self._meet_ranks,
         )
 
     def _open_neighbours(self) -> None:
