@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -170,6 +173,13 @@ def test_cuda_is_taken_when_there_is_one_and_refused_when_there_is_none(monkeypa
 
 
 def test_free_memory_is_a_part_of_this_host() -> None:
-    import psutil
-
     assert 0 < free_memory_bytes(CPU) <= psutil.virtual_memory().total
+
+
+def test_free_memory_is_within_the_limit_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As set by `ulimit -v`: the machine may have more, and this process gets none of it."""
+    taken = psutil.Process().memory_info().vms
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (taken + 2**24, resource.RLIM_INFINITY))
+    assert 0 <= free_memory_bytes(CPU) <= 2**25
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (taken // 2, resource.RLIM_INFINITY))
+    assert free_memory_bytes(CPU) == 0

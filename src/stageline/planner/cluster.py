@@ -148,7 +148,8 @@ def _decode(path: str) -> _ClusterFile:
     try:
         text = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise ConfigError(f"{path} cannot be read: {reason}; stageline plan --help shows such a file") from error
     decode = msgspec.toml.decode if path.endswith(".toml") else msgspec.yaml.decode
     try:
         return decode(text, type=_ClusterFile, strict=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -44,10 +45,13 @@ def resolve_dtype(asked: str, checkpoint_dtype: str, device: torch.device) -> tu
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that could be allocated now: the device's, or the host's within the limit of its control group."""
+    """Memory that could be allocated now: the device's, or the host's within this process's and its group's limits."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     available = int(psutil.virtual_memory().available)
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        available = max(0, min(available, addresses - psutil.Process().memory_info().vms))
     limit = _read_cgroup("memory.max")
     if not limit.isdigit():
         return available
