@@ -3,11 +3,13 @@
 One idea: every measured point is a sample, and samples are only ever added. So a sweep can be made in short pieces, on
 a machine that others use too, and the table shows medians of all of them.
 
-What stages take is fitted to the spans of the loopback runs, over the number of requests in a microbatch; what a hop
-takes follows from `stageline probe` on the same link. With M microbatches of C/M requests, the cycle, which is the
-TPOT, is max(R, M * slowest) (stageline.cost.ring), and M is the best. All requests are equally long, so their
-successors' prompts come together: a group's prompts are one microbatch. Both machines, the server and its clients share
-this host's cores, so a token takes at least its CPU time, of all processes together on loopback, over their number.
+What stages take is fitted to the spans of the loopback runs, over the number of requests in a microbatch, the last
+stage's sampling included: it samples before it takes the next one. What a hop takes follows from `stageline probe` on
+the same link. With M microbatches of C/M requests, a step takes max(R, M * slowest) (stageline.cost.ring), and M is the
+best. Prompts are computed in the order they come, a few in a microbatch beside the others' decodes: one of them waits
+for half of the others, and all together make a request's steps longer by their own time. Both machines, the server and
+its clients share this host's cores, so a token takes at least its CPU time, of all processes together on loopback, over
+their number.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Way(msgspec.Struct, frozen=True):
 
 
 class Forwards(msgspec.Struct, frozen=True, array_like=True):
-    """A stage's forwards of microbatches of one kind, in one run: how many, and the median of their times."""
+    """A stage's microbatches of one kind, in one run: how many, and the median of their times, sampling included."""
 
     stage_index: int
     num_rows: int
@@ -116,10 +118,12 @@ def save_record(path: Path, record: Record) -> None:
 
 def forwards_of(spans: Sequence[Span]) -> list[Forwards]:
     """Of a run's spans; a forward that was interrupted does not count much among the others."""
+    sampling_s = {(span.stage_index, span.microbatch): span.duration_s for span in spans if span.kind == "sample"}
     times_s: dict[tuple[int, int, int], list[float]] = {}
     for span in spans:
         if span.kind == "forward" and span.num_rows:
-            times_s.setdefault((span.stage_index, span.num_rows, span.num_tokens), []).append(span.duration_s)
+            time_s = span.duration_s + sampling_s.get((span.stage_index, span.microbatch), 0.0)
+            times_s.setdefault((span.stage_index, span.num_rows, span.num_tokens), []).append(time_s)
     return [Forwards(*key, len(own), float(statistics.median(own))) for key, own in sorted(times_s.items())]
 
 
@@ -133,7 +137,7 @@ class StageTimes:
     Args:
         fixed_s, row_s: with b decodes it takes fixed_s + b * row_s.
         token_s: what a token of a prompt adds.
-        rest_s: what a token needs besides stages and hops, on loopback: sampling, engine, wake-ups.
+        rest_s: what a token needs besides stages and hops, on loopback: engine, wake-ups.
     """
 
     fixed_s: tuple[float, ...]
@@ -172,15 +176,15 @@ def predict(record: Record, times: StageTimes, link: str, num_requests: int) -> 
         (_ring(record, times, link, num_requests / number).cycle_s(number), number)
         for number in range(1, min(num_requests, _WIDEST) + 1)
     )
-    num_rows = num_requests / num_microbatches
-    prompts = _ring(record, times, link, num_rows, num_rows * (setting.input_len - 1))
-    ttft_s = prompts.ring_s + (num_microbatches - 1) / 2 * prompts.slowest_s
-    num_decodes = setting.output_len - 1
+    num_rows, prompt_tokens = num_requests / num_microbatches, setting.input_len - 1
+    decodes, with_prompt = (_ring(record, times, link, num_rows, tokens) for tokens in (0.0, prompt_tokens))
+    prompt_s = with_prompt.slowest_s - decodes.slowest_s
+    ttft_s = with_prompt.ring_s + (num_requests - 1) / 2 * prompt_s
     near = record.sampled(LOOPBACK, num_requests)
     cpu_s = 0.0 if near is None else near.cpu_s * num_requests * setting.output_len / setting.num_cores
-    # A request's place is empty while it waits for its first token.
-    request_s = max(ttft_s + cycle_s * num_decodes, cpu_s)
-    tpot_s = (request_s - ttft_s) / num_decodes
+    prompts_s = max(num_requests * prompt_s, with_prompt.ring_s - decodes.ring_s)
+    request_s = max(setting.output_len * cycle_s + prompts_s, cpu_s)
+    tpot_s = (request_s - ttft_s) / (setting.output_len - 1)
     return Sample(link, num_requests, num_requests * setting.output_len / request_s, tpot_s, ttft_s)
 
 
