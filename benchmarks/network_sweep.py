@@ -225,10 +225,10 @@ no difference of 5 %. All links are measured by the same processes in turn; "of 
 turn.
 
 What is predicted (`benchmarks/network_record.py` tells how) comes from stages' times on loopback and the link's own
-figures. From 16 requests on, tokens/s and TPOT were met within 8 %, but at 64 tokens/s within 14 %: there, probably, the
-server and its clients take cores from the stages just when these need them, and the prediction knows only the sum. The
-time to the first token is told a fifth to a third too short from 4 requests on: prompts that come together also wait for
-the decodes between them.
+figures. From 16 requests on, tokens/s and TPOT were met within 8 %, but at 64 tokens/s within 14 %: there, probably,
+the server and its clients take cores from the stages just when these need them, and the prediction knows only the sum.
+The time to the first token is told a fifth to a third too short from 4 requests on: prompts that come together also
+wait for the decodes between them.
 
 Made by `python -m benchmarks.network_sweep`, whose first lines tell how; samples may be added in
 short pieces, with links and numbers of requests chosen (`python -m benchmarks.network_sweep -h`).
