@@ -103,7 +103,12 @@ def test_a_model_without_experts_has_none_to_deal() -> None:
         (replace(SPEC, intermediate_size=100), 8, "the MLP's 100 inner numbers .* by 8 ranks; possible are 1, 2, 4"),
         (EXPERTS, 16, "8 attention heads"),
         (replace(EXPERTS, num_heads=16), 16, "an expert's 40 inner numbers .*; possible are 1, 2, 4, 8"),
-        (DEALT, 8, "4 experts cannot be dealt evenly to 8 ranks; possible are 1, 2, 4; or leave --enable-expert-par"),
+        (DEALT, 8, "4 experts cannot be dealt evenly to 8 ranks; possible are 1, 2, 4; or leave out --enable-expert"),
+        (
+            replace(EXPERTS, num_heads=16, moe=replace(EXPERTS.moe, num_experts=16)),
+            16,
+            "an expert's 40 inner numbers .* by 16 ranks; possible are .*8; or give --enable-expert-parallel",
+        ),
     ],
 )
 def test_uneven_shares_are_refused_with_what_would_work(spec: ModelSpec, size: int, reason: str) -> None:

@@ -57,11 +57,17 @@ def check_shards(spec: ModelSpec, size: int) -> None:
     """Raises: ConfigError if so many ranks cannot share the model's layers, with the numbers that can."""
     if size > 1 and (reason := _obstacle(spec, size)):
         able = [str(other) for other in range(1, spec.num_heads + 1) if not _obstacle(spec, other)]
-        way_out = ""
-        if spec.moe is not None and spec.moe.is_dealt:
-            cut = replace(spec, moe=replace(spec.moe, is_dealt=False))
-            way_out = "" if _obstacle(cut, size) else "; or leave --enable-expert-parallel out"
-        raise ConfigError(f"--tensor-parallel-size {size}: {reason}; possible are {', '.join(able)}{way_out}")
+        raise ConfigError(
+            f"--tensor-parallel-size {size}: {reason}; possible are {', '.join(able)}{_other_way(spec, size)}"
+        )
+
+
+def _other_way(spec: ModelSpec, size: int) -> str:
+    """Whether it is only how experts are shared that does not work."""
+    if spec.moe is None or _obstacle(replace(spec, moe=replace(spec.moe, is_dealt=not spec.moe.is_dealt)), size):
+        return ""
+    verb = "leave out" if spec.moe.is_dealt else "give"
+    return f"; or {verb} --enable-expert-parallel"
 
 
 def _obstacle(spec: ModelSpec, size: int) -> str:
