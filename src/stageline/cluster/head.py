@@ -142,7 +142,6 @@ class Head:
         self._is_first = True
         self._checkpoint = checkpoint
         self._weights = WeightPort(self._port, cluster.ports, access)
-        self._fingerprint = ""
         self._givers: dict[bytes, str] = {}
         self._no_way = ""
         self._next_ways_s = 0.0
@@ -377,8 +376,7 @@ class Head:
             return
         try:
             server = self._weights.serve(self._checkpoint)
-            self._fingerprint = server.fingerprint()
-        except (ConfigError, OSError) as error:
+        except ConfigError as error:
             logger.warning("weights cannot be sent to nodes: %s", error)
             return
         self._membership.weights_address = str(server.address)
@@ -391,7 +389,7 @@ class Head:
         wanting = [member for member in members.values() if member.hello.wants_weights]
         asked = [one for one in members.values() if any(other is not one for other in wanting)]
         for member in asked:
-            self._send(member.identity, GiveWeights(self._fingerprint))
+            self._send(member.identity, GiveWeights())
         deadline_s = self._clock.now_s() + _GIVERS_S
         while len(self._givers) < len(asked) and (left_s := deadline_s - self._clock.now_s()) > 0:
             self.socket.poll(math.ceil(left_s * 1000))

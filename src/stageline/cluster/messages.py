@@ -168,13 +168,7 @@ class FindWay(msgspec.Struct, frozen=True, tag="find_way"):
 
 
 class GiveWeights(msgspec.Struct, frozen=True, tag="give_weights"):
-    """Give other nodes what is here of the model with these weights.
-
-    Args:
-        fingerprint: see `stageline.transfer.messages.AboutModel`.
-    """
-
-    fingerprint: str
+    """Give other nodes what is here of the model; the answer is `Giving`. Whether it is right, they find out."""
 
 
 class EndStages(msgspec.Struct, frozen=True, tag="end_stages"):

@@ -310,7 +310,7 @@ class _Node:
                         self._stages.end(message.patience_s)
                         self._answer_probes(True)
                     case GiveWeights():
-                        self._send(Giving(self._give_weights(message)))
+                        self._send(Giving(self._give_weights()))
                     case FindWay():
                         self._send(find_way(self._hosts, message, self._asked.access.security()))
                     case Refused():
@@ -331,17 +331,12 @@ class _Node:
             return self._model
         return msgspec.structs.replace(self._model, givers=givers)
 
-    def _give_weights(self, asked: GiveWeights) -> str:
+    def _give_weights(self) -> str:
         """To other nodes, from here. Returns: the address; empty if nothing of them is here, or no port is left."""
         try:
             if self._checkpoint is not None:
-                server = self._weights.serve(self._checkpoint)
-                if server.fingerprint() == asked.fingerprint:
-                    return str(server.address)
-                logger.warning("the weights here are not the head's, though the model has the same shape")
-                self._weights.close()
-                return ""
-            copy = kept_copy(_weight_cache(), self._model_digest, asked.fingerprint)
+                return str(self._weights.serve(self._checkpoint).address)
+            copy = kept_copy(_weight_cache(), self._model_digest)
             return "" if copy is None else str(self._weights.serve(copy, is_whole=False).address)
         except (ConfigError, OSError) as error:
             logger.info("other nodes get no weights from here: %s", error)

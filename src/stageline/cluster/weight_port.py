@@ -12,7 +12,7 @@ from stageline.checkpoint.open import open_checkpoint
 from stageline.cluster.ports import HeldPort
 from stageline.errors import ConfigError
 from stageline.executor.messages import LinkAccess
-from stageline.transfer.copy_files import GGUF, copy_folder
+from stageline.transfer.copy_files import GGUF, copy_folders
 from stageline.transfer.server import WeightServer
 
 
@@ -44,10 +44,16 @@ class WeightPort:
             self._held = None
 
 
-def kept_copy(cache: Path, digest: str, fingerprint: str) -> Checkpoint | None:
-    """What this machine copied of a model earlier, with holes; None if there is nothing of use."""
-    folder = copy_folder(cache, digest, fingerprint)
+def kept_copy(cache: Path, digest: str) -> Checkpoint | None:
+    """What this machine copied of a model earlier, with holes; None if there is nothing of use.
+
+    Of several with other weights it is the one used last. Raises: OSError.
+    """
+    folders = sorted(copy_folders(cache, digest), key=lambda folder: folder.stat().st_mtime)
+    if not folders:
+        return None
+    file = folders[-1] / GGUF
     try:
-        return open_checkpoint(str(folder / GGUF if (folder / GGUF).is_file() else folder))
+        return open_checkpoint(str(file if file.is_file() else folders[-1]))
     except ConfigError:
         return None

@@ -109,6 +109,11 @@ def copy_folder(cache: Path, digest: str, fingerprint: str) -> Path:
     return cache / f"{digest[:_DIGITS_IN_NAME]}-{fingerprint}"
 
 
+def copy_folders(cache: Path, digest: str) -> list[Path]:
+    """Of all copies of models of one shape."""
+    return list(cache.glob(f"{digest[:_DIGITS_IN_NAME]}-*"))
+
+
 def hold_folder(folder: Path) -> int | None:
     """Until what is returned is closed, `stageline cache` leaves the folder alone. Raises: OSError.
 

@@ -40,13 +40,14 @@ logger = logging.getLogger(__name__)
 OnBytes = Callable[[int, int], None]
 """Called with (bytes that are right so far, bytes in all)."""
 
-_WINDOW = 8
-"""Pieces that are under way from one machine at once: 8 MiB."""
+_WINDOW, _WINDOW_OF_HEAD = 8, 2
+"""Pieces that are under way from one machine at once; from the head, if it is not alone, fewer: what it says of others'
+pieces waits behind its own."""
 
 _AHEAD = 256
 """Pieces whose digests are known before they are asked for: the head's answers wait behind the pieces that it sends."""
 
-_MOST_DIGEST_QUESTIONS = 16
+_MOST_DIGEST_QUESTIONS = 32
 _ASK_AGAIN_S, _SILENCE_S = 5.0, 30.0
 _MOST_TRIES = 3
 _MOST_WRONG = 8
@@ -195,10 +196,13 @@ class Fetch:
         while has_asked and self._wanted:
             has_asked = False
             for source in sorted(self._sources, key=lambda one: (one.is_head, len(one.under_way), one.num_bytes)):
-                if len(source.under_way) < _WINDOW and (wanted := self._next_of(source)) is not None:
+                if len(source.under_way) < self._window_of(source) and (wanted := self._next_of(source)) is not None:
                     source.ask(AskPiece(*wanted.key), is_idle=not self._owes(source))
                     source.under_way[wanted.key] = wanted
                     has_asked = True
+
+    def _window_of(self, source: Source) -> int:
+        return _WINDOW_OF_HEAD if source.is_head and len(self._sources) > 1 else _WINDOW
 
     def _next_of(self, source: Source) -> _Wanted | None:
         for place, wanted in enumerate(self._wanted):

@@ -78,10 +78,6 @@ class WeightServer:
         self._thread = threading.Thread(target=self._run, args=(socket,), name="weights", daemon=True)
         self._thread.start()
 
-    def fingerprint(self) -> str:
-        """Raises: OSError."""
-        return fingerprint_of(self._checkpoint, self._table)
-
     def close(self) -> None:
         self._bell.ring()
         self._thread.join()
@@ -167,7 +163,7 @@ class WeightServer:
         more = folder / GENERATION_CONFIG
         return AboutModel(
             model_digest=model_digest(self._checkpoint),
-            fingerprint=self.fingerprint(),
+            fingerprint=fingerprint_of(self._checkpoint, self._table),
             config=None if is_gguf else (folder / CONFIG).read_bytes(),
             generation_config=more.read_bytes() if not is_gguf and more.is_file() else b"",
             file_bytes=[Path(file).stat().st_size for file in self._table.files],
