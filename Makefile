@@ -16,7 +16,7 @@ demo: $(VENV)/installed $(VENV)/installed-model
 	$(BIN)/python scripts/demo.py
 
 test: $(VENV)/installed-test $(VENV)/installed-model $(VENV)/installed-test-model
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/installed-check
 	$(BIN)/ruff check .

