@@ -2,10 +2,10 @@
 
     python benchmarks/plan.py MODEL [--stages 1 2 3] [--concurrency 1 8 32]
 
-Calibrates (`stageline plan MODEL --calibrate`) before and after, simulates every cell with both profiles and takes the
-mean. In between every cell is measured with what `stageline bench throughput` runs: pipelines of all depths stand
-ready, rounds go through all cells in turn, and a cell's median is taken. So a machine that becomes slower or faster
-meanwhile is so for both sides. Run it on a quiet machine: what else runs on the cores is measured too. About 4 minutes.
+Calibrates (`stageline plan MODEL --calibrate`) before, in the middle and after, simulates every cell with each profile
+and takes the median. In between every cell is measured with what `stageline bench throughput` runs: pipelines of all
+depths stand ready, rounds go through all cells in turn, and a cell's median is taken. So a machine that becomes slower
+or faster meanwhile is so for both sides. Run it on a quiet machine: what else runs is measured too. About 5 minutes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean, median
 
 from stageline import LLM, SamplingParams
@@ -26,7 +27,7 @@ from stageline.config.engine_config import EngineConfig
 from stageline.cost.host_profile import HostProfile, layer_shape
 from stageline.cost.model_costs import model_costs
 from stageline.engine.startup import scheduler_limits
-from stageline.loadgen.workload import draw_random, uniform
+from stageline.loadgen.workload import PlannedRequest, draw_random, uniform
 from stageline.planner.calibrate import calibrate_host
 from stageline.planner.host_pipeline import host_pipeline
 from stageline.planner.simulate import SimulatedMemory, SimulatedRun, simulate
@@ -35,7 +36,9 @@ from stageline.timeline.journeys import journeys, mean_split
 from stageline.timeline.span import Span
 from stageline.timeline.view import format_split
 
-INPUT_LEN, OUTPUT_LEN, NUM_ROUNDS = 128, 64, 3
+INPUT_LEN, OUTPUT_LEN = 128, 64
+ROUNDS = ((1, 2), (3,))
+"""Seeds of their prompts; after each group the machine is calibrated again."""
 CELL_TARGET, MEDIAN_TARGET = 0.15, 0.08
 
 
@@ -77,7 +80,7 @@ def measure(llm: LLM, num_requests: int, seed: int) -> Measured:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Means over the profiles."""
+    """Medians over the profiles."""
 
     tokens_per_s: float
     tpot_s: float
@@ -86,25 +89,26 @@ class Predicted:
     way: str
 
 
-def simulated(llm: LLM, profile: HostProfile, num_requests: int, num_before: int) -> SimulatedRun:
-    """Args: num_before: requests that were served before, as in a round that is measured."""
-    requests, before = (
-        draw_random(number, uniform(INPUT_LEN, 0), uniform(OUTPUT_LEN, 0), random.Random(0))
-        for number in (num_requests, num_before)
-    )
+def workload(num_requests: int) -> list[PlannedRequest]:
+    return draw_random(num_requests, uniform(INPUT_LEN, 0), uniform(OUTPUT_LEN, 0), random.Random(0))
+
+
+def simulated(llm: LLM, profile: HostProfile, num_requests: int, before: Sequence[int]) -> SimulatedRun:
+    """Args: before: numbers of requests that were served before, as in a round that is measured."""
     pipeline = host_pipeline(profile, layer_shape(model_costs(llm.spec)), llm.partition)
     memory = SimulatedMemory(llm.kv_plan.num_blocks, llm.kv_plan.block_size, False)
     limits = scheduler_limits(llm.config, llm.max_model_len)
-    return simulate(requests, pipeline, llm.partition, limits, memory, warm_up=before)
+    warm_up = [workload(number) for number in before]
+    return simulate(workload(num_requests), pipeline, llm.partition, limits, memory, warm_up=warm_up)
 
 
-def predict(llm: LLM, profiles: Sequence[HostProfile], num_requests: int, num_before: int) -> Predicted:
-    runs = [simulated(llm, profile, num_requests, num_before) for profile in profiles]
+def predict(llm: LLM, profiles: Sequence[HostProfile], num_requests: int, before: Sequence[int]) -> Predicted:
+    runs = [simulated(llm, profile, num_requests, before) for profile in profiles]
     return Predicted(
-        tokens_per_s=fmean(run.output_tokens_per_s for run in runs),
-        tpot_s=fmean(fmean(run.tpot_s) for run in runs),
-        ttft_s=fmean(fmean(run.ttft_s) for run in runs),
-        bubble=fmean(run.report().bubble_fraction for run in runs),
+        tokens_per_s=median(run.output_tokens_per_s for run in runs),
+        tpot_s=median(fmean(run.tpot_s) for run in runs),
+        ttft_s=median(fmean(run.ttft_s) for run in runs),
+        bubble=median(run.report().bubble_fraction for run in runs),
         way=decodes_way(runs[0].spans, runs[0].num_stages),
     )
 
@@ -122,10 +126,11 @@ def report(
     """A line for each cell. Returns: the errors."""
     print("stages requests |  tokens/s: predicted measured  error |  TPOT ms: predicted measured  error | bubbles")
     errors: dict[str, float] = {}
-    most = max(num_requests for _, num_requests in cells)
+    in_a_round = [num_requests for index, num_requests in cells if index == 0]
     for (index, num_requests), found in cells.items():
         llm, num_stages = llms[index], llms[index].config.pipeline_parallel_size
-        plan = predict(llm, profiles, num_requests, most)
+        before = in_a_round[: in_a_round.index(num_requests)]
+        plan = predict(llm, profiles, num_requests, [max(in_a_round), *before])
         rate, tpot_s = median(one.tokens_per_s for one in found), median(one.tpot_s for one in found)
         rate_error, tpot_error = plan.tokens_per_s / rate - 1, plan.tpot_s / tpot_s - 1
         cell = f"{num_stages} stages x {num_requests} requests"
@@ -158,11 +163,10 @@ def main() -> None:
         for llm in llms:
             measure(llm, max(args.requests), 0)
         cells: dict[tuple[int, int], list[Measured]] = {}
-        for number in range(NUM_ROUNDS):
-            for index, llm in enumerate(llms):
-                for num_requests in args.requests:
-                    cells.setdefault((index, num_requests), []).append(measure(llm, num_requests, number + 1))
-    profiles.append(calibrated(args.model))
+        for seeds in ROUNDS:
+            for seed, (index, llm), num_requests in product(seeds, enumerate(llms), args.requests):
+                cells.setdefault((index, num_requests), []).append(measure(llm, num_requests, seed))
+            profiles.append(calibrated(args.model))
     errors = report(llms, cells, profiles, args.ways)
     sizes = [abs(error) for error in errors.values()]
     worst = max(errors, key=lambda name: abs(errors[name]))

@@ -145,7 +145,8 @@ def test_what_warms_up_is_not_told_and_leaves_a_scheduler_that_knows_its_times()
     requests = draw_random(24, uniform(256, 0), uniform(48, 0), random.Random(1))
     partition = stages_of((1,))
     cold, warm = (
-        simulate(requests, pipeline(1), partition, limits(1), MEMORY, warm_up=before) for before in ([], requests)
+        simulate(requests, pipeline(1), partition, limits(1), MEMORY, warm_up=[requests] * num_rounds)
+        for num_rounds in (0, 2)
     )
     for found in (cold, warm):
         assert [len(one.token_times_s) for one in found.requests] == [48] * 24

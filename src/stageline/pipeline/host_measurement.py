@@ -44,14 +44,14 @@ class TimeMicrobatch(msgspec.Struct, frozen=True, tag="time"):
         new_tokens: of each; 1 is a decode.
         cached_tokens: of each, in the KV cache already.
         duration_s: how long to go on; at least three times.
-        with_ends: time the embedding's and the head's side as well, and preparing.
+        with_one_layer: time a stage of one layer as well.
     """
 
     num_rows: int
     new_tokens: int
     cached_tokens: int
     duration_s: float
-    with_ends: bool
+    with_one_layer: bool
 
     @property
     def num_tokens(self) -> int:
@@ -72,19 +72,16 @@ Order = TimeMicrobatch | Echo | Leave
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """Typical times of a microbatch. Those of the ends are 0 if they were not asked for.
+    """Typical times of a microbatch.
 
     Args:
         layers_s: of the layers that are timed together, without anything else.
-        one_layer_s: of a stage with one layer alone, its embedding included: the rest is what every stage pays.
-        last_layer_s: of a stage with one layer and the head, with a token chosen for each row.
-        prepare_s: of decoding the message and preparing the inputs.
+        one_layer_s: of a stage with one layer alone, its embedding included: the rest is what every stage pays. 0 if it
+            was not asked for.
     """
 
     layers_s: float
     one_layer_s: float
-    last_layer_s: float
-    prepare_s: float
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -51,10 +51,10 @@ _CONTEXT, _LONG_CONTEXT, _CONTEXT_ROWS = 128, 512, 16
 _CHUNK, _LONG_CHUNK, _NUM_LONG_CHUNKS = 128, 512, 2
 _AT_ONCE_ROWS = (1, 4, 8, 16, 32, 64)
 _RUN_ROWS, _REQUESTS_PER_STAGE = (1, 4, 8, 16, 32, 64), 4
-_POINTS_PER_RUN = 3
+_POINTS_PER_RUN = 4
 _CONTENTION_ROUNDS = 3
 _MOST_RUNNING_STAGES = 4
-POINT_S = 0.4
+POINT_S = 0.3
 _LARGER_THAN_CACHES_BYTES = 2**28
 _MOST_MEMORY_FRACTION = 0.4
 _MOST_PROCESSES = 8
@@ -95,7 +95,7 @@ def calibrate_host(
     num_layers = _layers_to_time(layer_bytes, head_bytes, spec.num_layers, num_processes)
     on_step(f"starting {num_processes} measuring processes with {num_layers} layers each")
     with _Processes(config, spec, num_layers, num_processes, cores) as processes:
-        on_step("layers and head, one stage alone")
+        on_step("layers, one stage alone")
         orders = _Orders(point_s)
         alone = {order: processes.time(order, 1)[0] for order in orders.all}
         on_step("layers, several stages at once")
@@ -106,6 +106,7 @@ def calibrate_host(
     key = this_host(config, spec)
     runs = _Runs.measure(config, spec, num_layers, key.num_places, point_s)
     fitted = _Fit(orders, alone, num_layers)
+    run = run_costs(runs.single, *runs.several)
     profile = HostProfile(
         key=key,
         model=config.model,
@@ -116,8 +117,8 @@ def calibrate_host(
         attention_token_s=fitted.attention_token_s,
         prefill_attention_s=fitted.prefill_attention_s,
         contention=contention,
-        run=run_costs(runs.single, *(runs.bound or runs.crowded)),
-        crowded_run=run_costs(runs.single, *(runs.crowded or runs.bound)),
+        run=run,
+        crowded_run=run_costs(runs.single, *runs.crowded, undisturbed=run) if runs.crowded else run,
         message_send_s=message_send_s,
         link_bytes_per_s=link_bytes_per_s,
         engine=engine_costs(runs.single),
@@ -147,12 +148,19 @@ class _Runs:
     Args:
         single: one stage, with ever more requests.
         bound, crowded: with one request and with several per stage, where stages have cores of their own and where
-            they do not; empty where there is no such pipeline of few stages.
+            they do not; None where there is no such pipeline of few stages.
     """
 
     single: list[SteadyDecodes]
-    bound: tuple[SteadyDecodes, ...]
-    crowded: tuple[SteadyDecodes, ...]
+    bound: tuple[SteadyDecodes, SteadyDecodes] | None
+    crowded: tuple[SteadyDecodes, SteadyDecodes] | None
+
+    @property
+    def several(self) -> tuple[SteadyDecodes, SteadyDecodes]:
+        """Of several stages, with cores of their own if there are so many cores."""
+        found = self.bound or self.crowded
+        assert found is not None, "two stages have cores of their own, or are more than there are cores"
+        return found
 
     @classmethod
     def measure(cls, config: EngineConfig, spec: ModelSpec, num_layers: int, num_places: int, point_s: float) -> Self:
@@ -161,14 +169,15 @@ class _Runs:
         with running_pipeline(config, spec, num_layers, 1, _RUN_ROWS[-1]) as pipeline:
             single = [pipeline.decode(rows, 2 * point_s) for rows in _RUN_ROWS]
 
-        def several(num_stages: int) -> tuple[SteadyDecodes, ...]:
+        def several(num_stages: int) -> tuple[SteadyDecodes, SteadyDecodes]:
             most = _REQUESTS_PER_STAGE * num_stages
             with running_pipeline(config, spec, max(num_layers, num_stages), num_stages, most) as pipeline:
-                return tuple(pipeline.decode(number, _POINTS_PER_RUN * point_s) for number in (1, most))
+                lone, loaded = (pipeline.decode(number, _POINTS_PER_RUN * point_s) for number in (1, most))
+                return lone, loaded
 
         num_crowded = num_places + 1
         is_crowded = num_crowded <= min(_MOST_RUNNING_STAGES, spec.num_layers)
-        return cls(single, several(2) if num_places > 1 else (), several(num_crowded) if is_crowded else ())
+        return cls(single, several(2) if num_places > 1 else None, several(num_crowded) if is_crowded else None)
 
 
 def _lower_decile(times_s: list[float]) -> float:

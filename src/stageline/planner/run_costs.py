@@ -85,10 +85,14 @@ def _after_launch_s(step: EngineStep) -> float:
     return step.news_s + step.waiting_s + step.other_threads_s
 
 
-def run_costs(single: list[SteadyDecodes], lone: SteadyDecodes, loaded: SteadyDecodes) -> RunCosts:
+def run_costs(
+    single: list[SteadyDecodes], lone: SteadyDecodes, loaded: SteadyDecodes, undisturbed: RunCosts | None = None
+) -> RunCosts:
     """Args:
     single: one stage with ever more requests.
     lone, loaded: several stages, with one request and with several for each.
+    undisturbed: says what sending takes, where a sender may lose its core to whom it wakes; what is more is then the
+        message's latency.
     """
     runs, one, many = [_Run(decodes) for decodes in single], _Run(lone), _Run(loaded)
     prepares_s = _line(
@@ -97,22 +101,28 @@ def run_costs(single: list[SteadyDecodes], lone: SteadyDecodes, loaded: SteadyDe
     begin_s = median(run.between_s((0, "receive_wait"), (0, "forward"), at_start=True) for run in runs)
     stages = range(one.num_stages - 1)
     announced_s = one.between_s((-1, "schedule"), (0, "forward"))
-    hops_s = [one.between_s((stage, "send"), (stage + 1, "forward")) for stage in stages]
+    hops_s = [one.between_s((stage, "send"), (stage + 1, "forward"), at_start=True) for stage in stages]
 
-    def to_engine_s(number: int) -> float | None:
+    def result_s(number: int) -> float | None:
         step, send = one.steps.get(number), one.span(one.last, "send", number)
-        return None if step is None or send is None else step.at_s - send.end_s
+        return None if step is None or send is None else step.at_s - send.start_s
 
+    if undisturbed is None:
+        send_s = median(one.duration_s(stage, "send") for stage in stages)
+        result_send_s = one.duration_s(one.last, "send")
+        hand_on_s = many.between_s((many.last, "sample"), (many.last, "send"))
+    else:
+        send_s, result_send_s, hand_on_s = undisturbed.send_s, undisturbed.result_send_s, undisturbed.hand_on_s
     return RunCosts(
         prepare_s=prepares_s[0],
         prepare_row_s=prepares_s[1],
         begin_s=begin_s,
-        send_s=median(one.duration_s(stage, "send") for stage in stages),
-        hand_on_s=many.between_s((many.last, "sample"), (many.last, "send")),
-        result_send_s=one.duration_s(one.last, "send"),
+        send_s=send_s,
+        hand_on_s=hand_on_s,
+        result_send_s=result_send_s,
         to_stages_s=max(0.0, announced_s - sum(prepares_s) - begin_s),
-        to_next_stage_s=max(0.0, median(hops_s) - begin_s),
-        to_engine_s=one.typical(to_engine_s),
+        to_next_stage_s=max(0.0, median(hops_s) - send_s - begin_s),
+        to_engine_s=max(0.0, one.typical(result_s) - result_send_s),
     )
 
 

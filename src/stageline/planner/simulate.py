@@ -140,14 +140,15 @@ def simulate(
     limits: SchedulerLimits,
     memory: SimulatedMemory,
     max_concurrency: int | None = None,
-    warm_up: Sequence[PlannedRequest] = (),
+    warm_up: Sequence[Sequence[PlannedRequest]] = (),
 ) -> SimulatedRun:
     """Run a workload to its end.
 
     Args:
         requests: those without a time come at once, or as soon as `max_concurrency` lets them.
         max_concurrency: most requests unfinished at once; None for no bound.
-        warm_up: served before, all at once; nothing is told of them, but the scheduler has learnt what tokens cost.
+        warm_up: rounds of requests that are served before, one after the other; nothing is told of them, but the
+            scheduler has learnt what tokens cost.
     Raises: ConfigError if a request can never be served.
     """
     clock = VirtualClock()
@@ -156,7 +157,8 @@ def simulate(
     kv = KVCacheManager(memory.num_blocks, memory.block_size, memory.enable_prefix_caching)
     core = EngineCore(executor, Scheduler(kv, limits), clock)
     try:
-        _Clients([_unlike_others(request) for request in warm_up], core, clock, None).run()
+        for number, before in enumerate(warm_up):
+            _Clients([_of_round(request, number, len(warm_up)) for request in before], core, clock, None).run()
         start_s, num_before, busy_before_s = clock.now_s(), executor.num_microbatches, executor.busy_s
         clients = _Clients(requests, core, clock, max_concurrency)
         clients.run()
@@ -231,9 +233,10 @@ def _as_engine_request(number: int, planned: PlannedRequest, arrival_s: float) -
     )
 
 
-def _unlike_others(planned: PlannedRequest) -> PlannedRequest:
-    """The same lengths with contents that no other request has."""
-    return replace(planned, segments=tuple(replace(one, content=-1 - one.content) for one in planned.segments))
+def _of_round(planned: PlannedRequest, number: int, num_rounds: int) -> PlannedRequest:
+    """The same lengths with contents that no other round has."""
+    segments = (replace(one, content=-1 - number - num_rounds * one.content) for one in planned.segments)
+    return replace(planned, segments=tuple(segments))
 
 
 def _microbatch_limits(limits: SchedulerLimits, memory: SimulatedMemory) -> MicrobatchLimits:

@@ -1,7 +1,7 @@
 """A measuring process: `python -m stageline.worker.host_measure`, started by `stageline plan --calibrate`.
 
 One idea: layers are timed in a row that is longer than the caches, as a stage runs them; what stands alone, a single
-layer or a head, is timed after the caches were emptied.
+layer, is timed after the caches were emptied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import median
 import msgspec
 import torch
 
-from stageline.attention.backend import AttentionMetadata, LayerCache
+from stageline.attention.backend import LayerCache
 from stageline.attention.select import select_backend
 from stageline.links.child_process import read_message, write_message
 from stageline.links.frames import MessageDecoder, encode_message
@@ -36,7 +36,6 @@ from stageline.sampling import SamplerSpec
 from stageline.worker.device import resolve_device, resolve_dtype, set_threads, synchronise
 from stageline.worker.input_buffers import InputBuffers
 from stageline.worker.kv_tensors import allocate_kv_tensors
-from stageline.worker.leading_tokens import largest
 from stageline.worker.made_up_weights import MadeUpWeights
 
 _LARGER_THAN_CACHES_BYTES = 2**26
@@ -45,7 +44,7 @@ _BLOCK_SIZE = 16
 
 
 class HostMeasurer:
-    """Three stages of one model: its first layers, its first alone, its last with the head."""
+    """Two stages of one model: its first layers, and its first alone."""
 
     def __init__(self, config: MeasuringConfig) -> None:
         self._device = resolve_device(config.device)
@@ -56,13 +55,13 @@ class HostMeasurer:
         self._limits = MicrobatchLimits(
             num_blocks, _BLOCK_SIZE, spec.vocab_size, config.max_tokens, config.max_tokens, config.max_model_len
         )
-        parts = (range(self.num_layers), range(1), range(spec.num_layers - 1, spec.num_layers))
+        parts = (range(self.num_layers), range(1))
         reader, backend = MadeUpWeights(self._dtype, self._device), select_backend(self._device)
         with torch.inference_mode():
-            self._layers, self._one, self._last = (
+            self._layers, self._one = (
                 DecoderStage(spec, layers, reader, backend, config.max_model_len) for layers in parts
             )
-        for stage, layers in zip((self._layers, self._one, self._last), parts, strict=True):
+        for stage, layers in zip((self._layers, self._one), parts, strict=True):
             stage.use(self._filled_caches(len(layers)), config.max_tokens)
         # One thread's own time is its time on a core, whatever else the host does meanwhile.
         is_one_thread = self._device.type == "cpu" and config.num_threads == 1
@@ -83,45 +82,24 @@ class HostMeasurer:
     @torch.inference_mode()
     def measure(self, order: TimeMicrobatch) -> Measured:
         """Run the order's microbatch for its time."""
-        spec, rows = self._spec, order.num_tokens
         buffers = InputBuffers(self._limits, self._device)
-        introduction, repeated = _microbatches(order, spec.vocab_size)
+        introduction, repeated = _microbatches(order, self._spec.vocab_size)
         buffers.apply_and_build(introduction)
-        frame = encode_message(repeated)
-        decoder: MessageDecoder[Microbatch] = MessageDecoder(Microbatch)
         metadata = buffers.apply_and_build(repeated)
         token_ids = torch.tensor(repeated.token_ids, dtype=torch.int64, device=self._device)
-        states = torch.randn((rows, spec.hidden_size), device=self._device).to(self._dtype)
-        last_rows = torch.tensor(repeated.row_ends, device=self._device) - 1
-
-        def run_last() -> None:
-            hidden_states = self._last.forward(self._input(self._last, token_ids, states), metadata)
-            chosen = hidden_states.index_select(0, last_rows)
-            if self._last.likeliest(chosen) is None:
-                largest(self._last.logits(chosen))
-
-        def prepare() -> AttentionMetadata:
-            return buffers.apply_and_build(decoder.decode(frame))
-
-        works: list[Callable[[], object]] = [lambda: self._layers.forward(token_ids, metadata)]
-        if order.with_ends:
-            works += [lambda: self._one.forward(token_ids, metadata), run_last, prepare]
-        times_s: list[list[float]] = [[] for _ in works]
+        layers_s: list[float] = []
+        one_layer_s: list[float] = []
         # The first round finds nothing as it will be.
         deadline_s = time.monotonic() + order.duration_s
-        while len(times_s[0]) <= _LEAST_ROUNDS or time.monotonic() < deadline_s:
-            for index, work in enumerate(works):
-                if index in (1, 2):
-                    self.empty_caches()
-                times_s[index].append(self._time(work))
-        typical = [_typical(times[1:]) for times in times_s]
-        return Measured(*(typical + [0.0] * 3)[:4])
+        while len(layers_s) <= _LEAST_ROUNDS or time.monotonic() < deadline_s:
+            layers_s.append(self._time(lambda: self._layers.forward(token_ids, metadata)))
+            if order.with_one_layer:
+                self.empty_caches()
+                one_layer_s.append(self._time(lambda: self._one.forward(token_ids, metadata)))
+        return Measured(_typical(layers_s[1:]), _typical(one_layer_s[1:]) if one_layer_s else 0.0)
 
     def empty_caches(self) -> None:
         self._evicting.add_(1.0)
-
-    def _input(self, stage: DecoderStage, token_ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        return token_ids if stage.is_first else states
 
     def _time(self, work: Callable[[], object]) -> float:
         synchronise(self._device)
