@@ -43,8 +43,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this test's sockets are; short enough for them, and empty again afterwards."""
+def home(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this test's sockets are; short enough for them, and empty again afterwards.
+
+    A model is written before: torch makes a folder of its own where it is first used for that.
+    """
     with tempfile.TemporaryDirectory(prefix="home-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
@@ -235,16 +238,20 @@ def test_forged_messages_that_are_well_formed_are_noticed(llm: LLM, home: Path) 
 # ---- no false alarms ----
 
 
-def test_a_stage_that_only_computes_for_long_is_not_lost(tmp_path: Path, home: Path) -> None:
-    heartbeat_s, num_tokens = 1.5, 4000
+def test_a_stage_that_only_computes_for_long_is_not_lost(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the time is a slowdown's: a limit that a busy machine keeps is soon passed all the same."""
+    monkeypatch.setenv("STAGELINE_INJECT_SLOWDOWN", "s0:2")
+    num_tokens = 4000
     TinyModel(
         num_layers=2, hidden_size=512, intermediate_size=8192, max_position_embeddings=num_tokens + 1
     ).write(tmp_path)
-    with LLM(str(tmp_path), heartbeat_timeout_s=heartbeat_s, max_num_batched_tokens=num_tokens, **SETTINGS) as llm:
+    with LLM(str(tmp_path), heartbeat_timeout_s=HEARTBEAT_S, max_num_batched_tokens=num_tokens, **SETTINGS) as llm:
         assert worker_pids() != []
         generate(llm, [i % 250 for i in range(num_tokens)], 1)
         longest_s = max(span.duration_s for span in llm.spans() if span.kind == "forward")
-    assert longest_s > 1.5 * heartbeat_s
+    assert longest_s > 1.2 * HEARTBEAT_S
 
 
 def test_an_engine_that_was_away_blames_nobody(unhurt_llm: LLM, model: Path) -> None:
