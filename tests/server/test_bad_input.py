@@ -216,6 +216,18 @@ def test_a_grammar_that_exceeds_its_limits_in_a_stream_ends_it_with_an_error(htt
     assert "text.format.schema exceeded the limits of a grammar" in answer
 
 
+def test_a_wrong_choice_is_told_with_the_right_ones(http: httpx.Client) -> None:
+    roles = "a role is developer, system, user, assistant or tool"
+    for fields, words in (
+        ({"messages": [{"role": "wizard", "content": "Hello"}]}, roles),
+        ({"messages": [{"content": "Hello"}]}, roles),
+        ({"response_format": {"type": "xml"}}, "give text, json_object or json_schema"),
+        ({"tools": [{"type": "web_search", "function": {"name": "a"}}]}, "tools are functions: give function"),
+    ):
+        answer = http.post("/v1/chat/completions", json={"model": MODEL, "messages": MESSAGES, **fields})
+        assert answer.status_code == 400 and answer.json()["error"]["message"].endswith(f"; {words}")
+
+
 def test_a_missing_field_is_named(http: httpx.Client) -> None:
     check_error(http.post("/v1/chat/completions", json={"model": MODEL}), 400, "messages")
 

@@ -112,7 +112,7 @@ def test_a_second_signal_stops_at_once(two_stages: Served) -> None:
     server.process.send_signal(signal.SIGTERM)
     assert server.finish() == 0
     _check_broken_off(stream)
-    assert "1 requests were cut off" in server.lines[-1]
+    assert "1 request was cut off" in server.lines[-1]
     assert "Traceback" not in server.log
     assert server.leftovers() == []
 

@@ -165,6 +165,12 @@ _MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
 _LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LONGEST_ECHO = 200
 _JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
+# The decoder says which value is wrong, and not which are right.
+_CHOICES = (
+    (re.compile(r"\.role$"), "; a role is developer, system, user, assistant or tool"),
+    (re.compile(r"^(response_format|text\.format)\.type$"), "; give text, json_object or json_schema"),
+    (re.compile(r"^tools\[\d+\]\.type$"), "; tools are functions: give function"),
+)
 # In the messages of msgspec, which names Python's types in backticks.
 _TYPE_NAME = re.compile(r"\b(?:int|float|str|bool)\b(?=[^`]*`(?:[^`]*`[^`]*`)*[^`]*$)")
 
@@ -180,8 +186,7 @@ def api_error_of_decoding(error: msgspec.DecodeError, body: bytes) -> ApiError:
         path, text = f"{path}.{missing['name']}", "is required but missing"
     param = path.removeprefix("$").removeprefix(".") or None
     text = _TYPE_NAME.sub(lambda name: _JSON_TYPES.get(name[0], name[0]), text[:_LONGEST_ECHO])
-    if param is not None and param.endswith(".role"):
-        text += "; a role is developer, system, user, assistant or tool"
+    text += next((words for place, words in _CHOICES if place.search(param or "")), "")
     return bad_request(f"{param or 'the body'}: {text[0].lower()}{text[1:]}", param)
 
 

@@ -287,7 +287,8 @@ class Supervisor:
 
     def _say_goodbye(self) -> None:
         if self._error is None:
-            cut_off = f"; {self._num_cut_off} requests were cut off" if self._num_cut_off else ""
+            number = "1 request was" if self._num_cut_off == 1 else f"{self._num_cut_off} requests were"
+            cut_off = f"; {number} cut off" if self._num_cut_off else ""
             logger.info("stopped%s", cut_off)
 
 
