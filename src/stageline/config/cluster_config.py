@@ -56,8 +56,11 @@ class ClusterConfig:
         "STAGELINE_CLUSTER_KEY_FILE and STAGELINE_CLUSTER_KEY do the same", group=_GROUP, metavar="FILE",
     )
     model_source: str = setting(
-        "local", "where a machine that brings stages finds the model: local is its own disk; with peer the machines that "
-        "have it send the layers that its stages need, and they are kept in the cache folder, see `stageline cache`", choices=MODEL_SOURCES, group=_GROUP,
+        "local",
+        "where a machine that brings stages finds the model: local is its own disk; with peer the machines that have it "
+        "send the layers that its stages need, and they are kept in the cache folder, see `stageline cache`",
+        choices=MODEL_SOURCES,
+        group=_GROUP,
     )
     join_timeout_s: float = setting(
         600.0, "how long to wait for the other machines", flags=("--join-timeout",), group=_GROUP, metavar="SECONDS"
