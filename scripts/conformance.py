@@ -18,11 +18,10 @@ from pathlib import Path
 from demo import find_model
 
 MODEL_NAME = "demo"
-# All of llm-comply's tests for chats but the one that sends an image, and the one that wants an error where a request
-# names no model: as with vLLM, that is the one there is.
+# All of llm-comply's tests for chats but the one that sends an image.
 TEXT_TESTS = (
     "chat-basic-response,chat-system-prompt,chat-multi-turn,chat-tool-calling,chat-streaming-response,"
-    "chat-streaming-usage"
+    "chat-streaming-usage,chat-error-handling"
 )
 DEADLINE_S = 120
 

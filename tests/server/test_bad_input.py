@@ -230,6 +230,8 @@ def test_a_wrong_choice_is_told_with_the_right_ones(http: httpx.Client) -> None:
 
 def test_a_missing_field_is_named(http: httpx.Client) -> None:
     check_error(http.post("/v1/chat/completions", json={"model": MODEL}), 400, "messages")
+    told = check_error(http.post("/v1/chat/completions", json={"messages": MESSAGES}), 400, "model")
+    assert "/v1/models" in told
 
 
 def test_openais_client_raises_its_own_errors(client: openai.OpenAI) -> None:

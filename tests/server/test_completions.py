@@ -29,12 +29,6 @@ def test_a_text_and_its_tokens_are_the_same_prompt(client: openai.OpenAI, http: 
     assert from_text.object == "text_completion" and from_text.id.startswith("cmpl-")
 
 
-@pytest.mark.parametrize("named", [{}, {"model": None}, {"model": ""}])
-def test_who_names_no_model_gets_the_one_there_is(http: httpx.Client, named: dict[str, Any]) -> None:
-    answer = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1, **named})
-    assert answer.status_code == 200 and answer.json()["model"] == MODEL
-
-
 def test_output_that_would_not_fit_is_cut_only_if_nobody_asked_for_so_much(http: httpx.Client) -> None:
     prompt = [1] * (MAX_MODEL_LEN - 3)
     answer = http.post("/v1/completions", json={**GREEDY, "prompt": prompt, "ignore_eos": True}).json()

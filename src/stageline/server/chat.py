@@ -99,7 +99,7 @@ async def chat_events(state: ServerState, plan: ChatPlan, count: TokenCount) -> 
 
 async def plan_chat(state: ServerState, request: ChatCompletionRequest) -> ChatPlan:
     """Raises: ApiError or RequestError for whatever can be known to be wrong before the engine hears of it."""
-    head = AnswerHead.new(state, "chatcmpl", state.check_model(request.model or None))
+    head = AnswerHead.new(state, "chatcmpl", state.check_model(request.model))
     check_tools(request)
     _refuse_foreign_template(request)
     num_top_logprobs = _num_top_logprobs(request)

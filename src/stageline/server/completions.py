@@ -97,7 +97,7 @@ async def completion_events(
 
 async def plan_completion(state: ServerState, request: CompletionRequest) -> CompletionPlan:
     """Raises: ApiError or RequestError for whatever can be known to be wrong before the engine hears of it."""
-    head = AnswerHead.new(state, "cmpl", state.check_model(request.model or None))
+    head = AnswerHead.new(state, "cmpl", state.check_model(request.model))
     if request.suffix:
         raise bad_request("suffix is not supported: the model continues texts, it does not fill gaps", "suffix")
     params = _params(state, request)

@@ -184,6 +184,8 @@ def api_error_of_decoding(error: msgspec.DecodeError, body: bytes) -> ApiError:
         text, path = found["what"], found["path"]
     if missing := _MISSING.match(text):
         path, text = f"{path}.{missing['name']}", "is required but missing"
+        if path == "$.model":
+            text += "; /v1/models lists the names"
     param = path.removeprefix("$").removeprefix(".") or None
     text = _TYPE_NAME.sub(lambda name: _JSON_TYPES.get(name[0], name[0]), text[:_LONGEST_ECHO])
     text += next((words for place, words in _CHOICES if place.search(param or "")), "")

@@ -51,7 +51,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         guided_json, guided_regex, guided_choice, guided_grammar: older names for the fields of structured_outputs.
     """
 
-    model: Annotated[str | None, Meta(description=MODEL_HELP)] = None
+    model: Annotated[str, Meta(description=MODEL_HELP)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None

@@ -170,7 +170,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         cache_salt: prompts share cached keys and values with those of the same salt only.
     """
 
-    model: Annotated[str | None, Meta(description=MODEL_HELP)] = None
+    model: Annotated[str, Meta(description=MODEL_HELP)]
     input: (
         Annotated[str, Meta(extra_json_schema={"minLength": 1})]
         | Annotated[list[Item], Meta(extra_json_schema={"minItems": 1, "maxItems": MAX_MESSAGES})]
