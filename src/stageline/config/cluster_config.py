@@ -57,8 +57,8 @@ class ClusterConfig:
     )
     model_source: str = setting(
         "local",
-        "where a machine that brings stages finds the model: local is its own disk; with peer the machines that have it "
-        "send the layers that its stages need, and they are kept in the cache folder, see `stageline cache`",
+        "where a machine that brings stages finds the model: local is its own disk; with peer the machines that have "
+        "it send the layers that its stages need, and they are kept in the cache folder, see `stageline cache`",
         choices=MODEL_SOURCES,
         group=_GROUP,
     )
