@@ -5,6 +5,7 @@ One idea: wait for what happens (a line, the end of a process), with a deadline,
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -21,6 +22,8 @@ from stageline import LLM, SamplingParams
 from stageline.outputs import RequestOutput
 
 DEADLINE_S = 60.0
+
+_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "kv_cache_memory": "8MiB", "bind_cores": False}
 """For a small pipeline that starts quickly."""
@@ -96,6 +99,17 @@ def send_frames(home: Path, socket_name: str, frames: list[bytes]) -> None:
     context.destroy(linger=int(DEADLINE_S * 1000))
 
 
+def become_a_program() -> None:
+    """In a child that is about to be a program.
+
+    A test run in the background of a shell ignores SIGINT, and so would the program; a user's does not. And when the
+    tests' process is killed, and so cannot end what it started, the program is told to end.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class Program:
     """A Python program with an engine, in a process (and process group) of its own. Its lines tell how far it is."""
 
@@ -109,8 +123,7 @@ class Program:
             text=True,
             start_new_session=True,
             env={**os.environ, "TMPDIR": str(home), "STAGELINE_LOG_LEVEL": "ERROR"},
-            # A test run in the background of a shell ignores SIGINT, and so would the program; a user's does not.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=become_a_program,
         )
         self.workers: list[int] = []
 

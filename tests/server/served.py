@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from tests.pipeline.failing import is_alive, wait_for_end
+from tests.pipeline.failing import become_a_program, is_alive, wait_for_end
 
 DEADLINE_S = 120.0
 
@@ -55,8 +55,7 @@ class Logged:
             text=True,
             start_new_session=True,
             env={**os.environ, "TMPDIR": str(home), "STAGELINE_LOG_LEVEL": "INFO", **(environ or {})},
-            # A test run in the background of a shell ignores SIGINT, and so would the server; a user's does not.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=become_a_program,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

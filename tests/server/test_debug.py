@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def test_the_command_line_shows_a_server_that_runs(
     shown = capsys.readouterr().out
     assert "\ns0 " in shown and "\ns1 " in shown and "bubble by reason" in shown
     assert all(f"{name}, mean: " in shown for name in ("a microbatch's way", "TTFT", "ITL"))
+    assert re.search(r"^critical path, [\d.]+ s: s[01] \d+%, s[01] \d+%, between stages \d+%$", shown, re.M)
     assert main(["timeline", str(saved)]) == 0
 
 

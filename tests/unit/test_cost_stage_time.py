@@ -84,6 +84,18 @@ def test_a_short_chunk_s_own_cost_is_told_from_that_of_decodes():
     assert model.costs.chunk_s == pytest.approx(12e-3, rel=0.1)
 
 
+def test_what_is_fixed_of_a_chunk_alone_is_told_by_such_chunks():
+    """Decodes wait until the weights were read; a chunk computes meanwhile."""
+    numbers, model = random.Random(2), StageTimeModel()
+    for _ in range(64):
+        decodes = MicrobatchShape.of_rows([100] * 8, [1] * 8)
+        model.observe(decodes, COSTS.predict_s(decodes) * numbers.uniform(0.97, 1.03))
+        chunk = MicrobatchShape.of_rows([numbers.randrange(4000)], [numbers.randrange(64, 1024)])
+        model.observe(chunk, (COSTS.predict_s(chunk) - 2e-3) * numbers.uniform(0.97, 1.03))
+    assert model.costs.chunk_s == pytest.approx(1e-3, abs=1e-3)
+    assert model.costs.predict_s(decodes) == pytest.approx(COSTS.predict_s(decodes), rel=0.05)
+
+
 def test_a_stage_that_becomes_slower_is_predicted_so_before_long():
     model = StageTimeModel()
     for shape in mixed_shapes(300):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +10,7 @@ from msgspec.structs import replace
 from stageline.cost.communication import all_reduce_s, gather_s, hop_bytes, hop_s
 from stageline.cost.hardware import Device, Link, MatmulRate, shipped_hardware
 from stageline.cost.model_costs import ItemShape
-from stageline.cost.ring import Ring, best_num_chunks, bubble_fraction, makespan_s, pipeline_beats_sharding
+from stageline.cost.ring import Ring, bubble_fraction, makespan_s, pipeline_beats_sharding
 from stageline.cost.roofline import StageDevices, attention_s, item_parts, matrices_s
 from stageline.cost.speculation import accepted_tokens, pipelined_tpot, synchronous_tpot
 from stageline.cost.stage_time import MicrobatchShape
@@ -87,18 +85,6 @@ def test_filling_a_pipeline_takes_the_ring_over_the_slowest_stage() -> None:
 def test_a_wire_slower_than_every_stage_sets_the_pace() -> None:
     ring = Ring((1.0, 1.0), hops_s=(3.0,), wires_s=(3.0,))
     assert ring.cycle_s(4) == 12.0
-
-
-def test_the_best_number_of_chunks_is_no_worse_than_its_neighbours() -> None:
-    prompt_s, overhead_s, num_stages = 2.0, 0.01, 5
-    best = best_num_chunks(prompt_s, overhead_s, num_stages)
-
-    def total_s(count: float) -> float:
-        return (count + num_stages - 1) * (prompt_s / count + overhead_s)
-
-    assert total_s(best) < min(total_s(best * 1.2), total_s(best / 1.2))
-    assert total_s(best) == pytest.approx((math.sqrt(prompt_s) + math.sqrt((num_stages - 1) * overhead_s)) ** 2)
-    assert best_num_chunks(prompt_s, overhead_s, 1) == 1
 
 
 def test_a_pipeline_beats_shards_when_all_reduces_cost_more_than_the_weights_that_sharding_saves() -> None:

@@ -6,6 +6,8 @@ times as much as the first.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +29,11 @@ SIZES = (64, 128, 256, 512, 1024, 2048)
 WARM_UP = ((1, 32, 8), (1, 512, 8), (8, 128, 16), (32, 32, 16))
 
 
+def times(costs: StageTimeCosts, factor: float) -> StageTimeCosts:
+    values = {name: factor * value for name, value in asdict(costs).items() if value is not None}
+    return StageTimeCosts(**values)
+
+
 class Lone:
     """A pipeline that has served the usual warm-up and then one prompt after the other."""
 
@@ -41,8 +48,7 @@ class Lone:
             max_chunk_tokens=chunk,
             max_decode_slowdown=2.0,
         )
-        values = [getattr(model, name) / num_stages for name in model.__dataclass_fields__]
-        self.costs = [StageTimeCosts(*values)] * (num_stages - 1) + [StageTimeCosts(*(slower * v for v in values))]
+        self.costs = [times(model, 1 / num_stages)] * (num_stages - 1) + [times(model, slower / num_stages)]
         self.pipeline = VirtualPipeline(Scheduler(KVCacheManager(50_000, 16, False), limits), self.costs)
         for kind, (count, prompt, output) in enumerate(WARM_UP):
             for index in range(count):

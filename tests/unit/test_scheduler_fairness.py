@@ -100,8 +100,13 @@ def test_without_the_bound_a_long_prompt_does():
 
 @pytest.mark.parametrize("num_decodes", [8, 32])
 def test_on_a_noisy_machine_a_long_prompt_slows_decodes_down_as_far_as_it_may_and_no_further(num_decodes):
-    """Times vary by half and one in twenty is four times as long: what single gaps do is noise, their mean is not."""
-    numbers = random.Random(5)
+    """Times vary by half and one in twenty is four times as long: single gaps and runs are noise, all together not."""
+    ratios = [mean_slowdown(random.Random(seed), num_decodes) for seed in range(12)]
+    assert 1.3 < statistics.median(ratios) < 2.5
+
+
+def mean_slowdown(numbers: random.Random, num_decodes: int) -> float:
+    """Mean of the gaps while three long prompts come, over that before."""
 
     def noise() -> float:
         return math.exp(numbers.gauss(0.0, 0.5)) * (4.0 if numbers.random() < 0.05 else 1.0)
@@ -114,7 +119,7 @@ def test_on_a_noisy_machine_a_long_prompt_slows_decodes_down_as_far_as_it_may_an
     for index in range(3):
         first_token(pipeline, f"long {index}", LONG_PROMPT)
     disturbed_s = gaps_s(decodes, arrival_s, pipeline.now_s)
-    assert 1.3 < statistics.mean(disturbed_s) / statistics.mean(quiet_s) < 2.5
+    return statistics.mean(disturbed_s) / statistics.mean(quiet_s)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])

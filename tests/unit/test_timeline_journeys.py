@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from stageline.timeline.intervals import difference, intersection, length_s, union
 from stageline.timeline.journeys import critical_path, journeys, mean_split, split_latency
 from stageline.timeline.span import Span, SpanKind
-from stageline.timeline.view import format_split
+from stageline.timeline.view import format_critical_path, format_split
 
 
 def _span(stage: int, microbatch: int, kind: SpanKind, start_s: float, end_s: float) -> Span:
@@ -60,7 +60,7 @@ def test_the_critical_path_of_a_drawn_run_is_exact() -> None:
     # m1 on s1 waited for m0 there, which waited for m0 on s0: 2 + 1 + 3 + 1 + 2 seconds.
     assert path.stages_s == (2.0, 5.0)
     assert path.between_s == 2.0
-    assert path.share(1) == pytest.approx(5 / 9)
+    assert format_critical_path(path) == "9.00 s: s1 56%, s0 22%, between stages 22%"
 
 
 def test_a_decode_waits_for_the_token_before_on_the_critical_path() -> None:

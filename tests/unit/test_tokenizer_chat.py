@@ -81,7 +81,7 @@ def test_special_tokens_are_not_added_twice(tmp_path: Path) -> None:
 
 def test_no_template_names_the_flag(tmp_path: Path) -> None:
     tokenizer = load(directory_with(tmp_path, {}))
-    assert not tokenizer.has_chat_template
+    assert tokenizer.chat_template_sources == []
     with pytest.raises(RequestError, match="--chat-template") as error:
         tokenizer.apply_chat_template(MESSAGES)
     assert error.value.field == "messages"

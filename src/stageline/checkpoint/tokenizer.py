@@ -84,10 +84,6 @@ class Tokenizer:
         return self._special_tokens
 
     @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
-
-    @property
     def chat_template_sources(self) -> list[str]:
         """The templates' Jinja texts: they show what a model's answers look like."""
         return [template.source for template in self._templates.values()]

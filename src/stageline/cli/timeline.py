@@ -20,12 +20,12 @@ from stageline.config import environment
 from stageline.errors import ConfigError, StagelineError
 from stageline.timeline.analysis import analyse
 from stageline.timeline.chrome_trace import spans_of_chrome_trace, write_chrome_trace
-from stageline.timeline.journeys import LatencySplit, journeys, mean_split
+from stageline.timeline.journeys import LatencySplit, critical_path, journeys, mean_split
 from stageline.timeline.picture import check_can_draw, write_picture
 from stageline.timeline.saved import SavedTimeline
 from stageline.timeline.span import Span
 from stageline.timeline.text_gantt import format_gantt
-from stageline.timeline.view import format_report, format_split
+from stageline.timeline.view import format_critical_path, format_report, format_split
 
 _USAGE = "stageline timeline (FILE | --url URL | --simulated) [--seconds N] [--png FILE] [--chrome FILE] [--save FILE]"
 _EXAMPLE = """examples:
@@ -104,9 +104,13 @@ def _check(args: argparse.Namespace) -> None:
 def _as_text(recording: _Recording, width: int) -> str:
     spans, num_stages = recording.spans, recording.num_stages
     picture = format_gantt(spans, num_stages, width, recording.start_s, recording.end_s)
-    way = mean_split(journeys(spans, num_stages), num_stages)
-    on_the_way = "" if way is None else f"\na microbatch's way, mean: {format_split(way)}"
-    return f"{picture}\n\n{format_report(analyse(spans, num_stages))}{on_the_way}"
+    lines = [picture, "", format_report(analyse(spans, num_stages))]
+    all_journeys = journeys(spans, num_stages)
+    way = mean_split(all_journeys, num_stages)
+    if way is not None:
+        lines.append(f"critical path, {format_critical_path(critical_path(all_journeys, num_stages))}")
+        lines.append(f"a microbatch's way, mean: {format_split(way)}")
+    return "\n".join(lines)
 
 
 def _write_files(args: argparse.Namespace, recording: _Recording) -> bool:

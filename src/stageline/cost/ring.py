@@ -81,18 +81,6 @@ def bubble_fraction(num_microbatches: int, num_stages: int) -> float:
     return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
-def best_num_chunks(prompt_s: float, chunk_overhead_s: float, num_stages: int) -> float:
-    """Chunks of a prompt alone in the pipeline: sqrt((P - 1)·F/c), and at least 1.
-
-    Args:
-        prompt_s: F, one stage's time for the whole prompt.
-        chunk_overhead_s: c, what is fixed of a chunk on a stage.
-    """
-    if chunk_overhead_s <= 0.0:
-        return math.inf if num_stages > 1 else 1.0
-    return max(1.0, math.sqrt((num_stages - 1) * prompt_s / chunk_overhead_s))
-
-
 def pipeline_beats_sharding(num_layers: int, all_reduce_time_s: float, weights_s: float, num_devices: int) -> bool:
     """Whether n stages decode faster than n shards: 2·L·t_AR > w·(1 - 1/n).
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ _HALVED_AFTER, _LEAST_WEIGHT = 128, 0.05
 kind, perhaps."""
 _FEW_OBSERVATIONS = 4
 _ENOUGH_PROMPT_TOKENS = 64
-_TOKENS, _ATTENTION, _PROMPTS = 1, 2, 5
+_TOKENS, _ATTENTION, _DECODES, _PROMPTS = 1, 2, 3, 5
 _TELLING_RANGE = 4.0
 """By how much the attention per token must vary among prompts before their times tell what attention costs, and the
 tokens before they tell what is fixed."""
@@ -80,7 +80,12 @@ class MicrobatchShape:
 
 @dataclass(frozen=True)
 class StageTimeCosts:
-    """The coefficients in seconds, each at least 0."""
+    """The coefficients in seconds, each at least 0.
+
+    Args:
+        alone_s: the fixed cost of a microbatch that has nothing but prompts; None until seen. Decodes wait until all
+            weights were read, and a chunk's products hide that, so it may be less than `fixed_s`.
+    """
 
     fixed_s: float
     token_s: float
@@ -88,6 +93,7 @@ class StageTimeCosts:
     decode_s: float
     context_token_s: float
     prompts_s: float = 0.0
+    alone_s: float | None = None
 
     def predict_s(self, shape: MicrobatchShape) -> float:
         costs = (
@@ -103,7 +109,7 @@ class StageTimeCosts:
     @property
     def chunk_s(self) -> float:
         """The fixed cost of a prompt's chunk that has a microbatch to itself."""
-        return self.fixed_s + self.prompts_s
+        return self.fixed_s + self.prompts_s if self.alone_s is None else self.alone_s
 
     def prompt_s(self, num_cached_tokens: int, num_tokens: int) -> float:
         """What a prompt's chunk adds to a microbatch that has prompts: b·x + a·(2Lx + x²)."""
@@ -203,7 +209,20 @@ class StageTimeModel:
         solution[used] = _least_squares_at_least_0(rows[:, used] / scale[used], weights) / scale[used]
         if not self._attention.is_telling:
             solution[_ATTENTION] = ASSUMED_ATTENTION_TOKENS * solution[_TOKENS]
-        self.costs = StageTimeCosts(*(float(value) for value in solution))
+        alone_s = _alone_s(np.array([row for _, row in remembered]), weights)
+        self.costs = replace(StageTimeCosts(*(float(value) for value in solution)), alone_s=alone_s)
+
+
+def _alone_s(rows: Array, weights: Array) -> float | None:
+    """Fitted to microbatches without decodes, if their sizes tell what is fixed of them."""
+    is_alone = (rows[:, _DECODES] == 0) & (rows[:, _PROMPTS] > 0)
+    rows, weights = rows[is_alone][:, : _ATTENTION + 1], weights[is_alone]
+    sizes = rows[:, 1:] / rows[:, :1]
+    if len(rows) < _FEW_OBSERVATIONS or (sizes.max(axis=0) < _TELLING_RANGE * sizes.min(axis=0)).any():
+        return None
+    rows = rows * weights[:, None]
+    scale = np.sqrt((rows**2).mean(axis=0))
+    return float(_least_squares_at_least_0(rows / scale, weights)[0] / scale[0])
 
 
 def _least_squares_at_least_0(matrix: Array, wanted: Array) -> Array:

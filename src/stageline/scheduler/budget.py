@@ -15,7 +15,7 @@ LEAST_TOKENS_BESIDE_DECODES = 8
 times meaningless. A microbatch reads all weights, which takes about as long as computing 8 tokens on a CPU and more
 elsewhere, so even a lone decode gets no slower than about twice by so few."""
 
-_LEAST_CHUNK_COST_TOKENS, _MOST_CHUNK_COST_TOKENS = 16, 512
+_LEAST_CHUNK_COST_TOKENS, _MOST_CHUNK_COST_TOKENS = 4, 512
 _DECODES_PER_PROMPT = 8
 _LARGEST_SHARE = 16.0
 _EXCESS = 0.125

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stageline.timeline.analysis import PipelineReport, StageReport
-from stageline.timeline.journeys import LatencySplit
+from stageline.timeline.journeys import CriticalPath, LatencySplit
 
 _HEADINGS = ("stage", "microbatches", "tokens", "busy", "waiting for input", "blocked on output", "idle", "bubble")
 
@@ -32,6 +32,14 @@ def format_split(split: LatencySplit) -> str:
     }
     parts = [f"{name} {time_s * 1000:.1f}" for name, time_s in (stages | others).items() if time_s >= 5e-5]
     return f"{split.total_s * 1000:.1f} ms: {', '.join(parts)}"
+
+
+def format_critical_path(path: CriticalPath) -> str:
+    """Such as "4.97 s: s1 62%, s0 31%, between stages 7%", the largest stage first."""
+    shares = {f"s{stage}": path.share(stage) for stage in range(len(path.stages_s))}
+    parts = sorted(shares.items(), key=lambda part: -part[1])
+    parts.append(("between stages", path.between_s / path.total_s if path.total_s > 0 else 0.0))
+    return f"{path.total_s:.2f} s: {', '.join(f'{name} {share:.0%}' for name, share in parts)}"
 
 
 def _reasons(report: PipelineReport) -> str:
