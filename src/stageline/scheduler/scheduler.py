@@ -172,7 +172,8 @@ class Scheduler:
         builder, successors = MicrobatchBuilder(), []
         if self.limits.look_ahead and len(self._launched) >= self._pace.window:
             successors = self._launched.successors(self._running)
-            if not successors:
+            # Where no token is waited for, one more chunk of prompts lies ready, for chunks do not take equally long.
+            if not successors and self._running.num_decoding > 0:
                 return None
         self._schedule_decodes(builder, successors)
         if self._running.prefilling or (self._waiting and len(self._running) < self.limits.max_num_seqs):
