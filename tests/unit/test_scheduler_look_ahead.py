@@ -38,6 +38,27 @@ def test_in_steady_decode_every_result_finds_one_microbatch_more_than_the_window
         engine.step()
 
 
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_prompt_alone_has_one_chunk_more_in_flight_than_the_window(num_stages):
+    """Chunks do not take equally long, and without one that lies ready the stages would wait for one another."""
+    engine = make_engine(num_stages=num_stages, look_ahead=True, max_num_batched_tokens=8)
+    engine.add(engine_request("long", [1] * 400, 2))
+    for _ in range(10):
+        engine.fill()
+        assert [microbatch.num_tokens for microbatch in engine.in_flight.microbatches] == [8] * (num_stages + 1)
+        engine.step()
+
+
+def test_beside_decodes_a_chunk_more_than_the_window_waits_until_there_is_a_decode_to_go_with_it():
+    engine = decoding_engine(1, num_stages=4, max_num_batched_tokens=8)
+    engine.add(engine_request("long", [1] * 400, 2))
+    for _ in range(10):
+        engine.fill()
+        *others, newest = engine.in_flight.microbatches
+        assert len(others) < 4 or newest.pending_rows
+        engine.step()
+
+
 def test_no_row_is_computed_that_is_known_to_be_one_too_many():
     """Requests that end by length: every token but the last of each is computed once."""
     engine = make_engine(num_stages=2, look_ahead=True)
