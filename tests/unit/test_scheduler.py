@@ -255,6 +255,12 @@ def test_the_chosen_chunk_is_near_the_best_for_a_pipeline_of_equal_stages(num_to
     assert makespan(round(num_tokens / 64 / chunk_s)) <= 1.01 * best + 0.1
 
 
+def test_beside_decodes_a_chunk_more_costs_what_they_take():
+    costs, work = StageTimeCosts(1.0, 1 / 64, 0.0, 0.0, 0.0), PromptWork(64.0, 0.0, 64 * 64)
+    assert next_chunk_s(work, costs, 2.0) == next_chunk_s(work, costs, 2.0, decodes_s=0.5) == 64.0 / 8
+    assert next_chunk_s(work, costs, 2.0, decodes_s=4.0) == 64.0 / 4
+
+
 @given(st.integers(2, 300), st.integers(0, 300), st.integers(1, 300), st.integers(1, 400))
 def test_a_chunk_fills_the_room_and_ends_on_a_block_boundary_when_that_wastes_little(gap, computed, room, most):
     length = chunk_length(gap, computed, room, 16, most)

@@ -37,7 +37,7 @@ class PromptWork:
     num_tokens: int
 
 
-def next_chunk_s(work: PromptWork, costs: StageTimeCosts, stages_worth: float) -> float:
+def next_chunk_s(work: PromptWork, costs: StageTimeCosts, stages_worth: float, decodes_s: float = 0.0) -> float:
     """Time of prompts for the next microbatch, so that the chunks of all that waits overlap on the stages.
 
     With F the time of all on the slowest stage, c the fixed cost of a chunk and S the stages' times in units of the
@@ -47,9 +47,10 @@ def next_chunk_s(work: PromptWork, costs: StageTimeCosts, stages_worth: float) -
 
     Args:
         stages_worth: S, at least 1.
+        decodes_s: what each microbatch takes for decodes; if it is more than c, it is what a chunk more costs.
     Source: the optimum of a proportionate flow shop's makespan, Σt + (S-1)·max t, over the number of chunks.
     """
-    rest_s, fixed_s = work.total_s - work.done_s, _chunk_cost_s(work, costs)
+    rest_s, fixed_s = work.total_s - work.done_s, max(decodes_s, _chunk_cost_s(work, costs))
     if work.total_s <= 0 or fixed_s <= 0:
         return math.inf
     num_chunks = max(1, round(math.sqrt(max(0.0, stages_worth - 1.0) * work.total_s / fixed_s)))

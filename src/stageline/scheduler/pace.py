@@ -90,9 +90,9 @@ class Pace:
         """
         return PrefillRoom(num_tokens, self._chunk_s(work), self.prompt_costs, least_tokens)
 
-    def _chunk_s(self, work: PromptWork) -> float:
+    def _chunk_s(self, work: PromptWork, decodes_s: float = 0.0) -> float:
         worth = sum(self._stages_worth) / len(self._stages_worth) if self._stages_worth else self._narrowest_window
-        return next_chunk_s(work, self.prompt_costs, worth)
+        return next_chunk_s(work, self.prompt_costs, worth, decodes_s)
 
     def room_beside_decodes(
         self, num_tokens: int, work: PromptWork, placed: MicrobatchShape, num_decoding: int, slowdown: float
@@ -115,8 +115,9 @@ class Pace:
             return PrefillRoom(num_tokens, self._chunk_s(work), self.prompt_costs, least)
         num_tokens = min(num_tokens, max(_LEAST_UNKNOWN_TOKENS, _GROWTH * max(self._prompt_tokens)))
         level = MicrobatchShape(rows, 0, rows, int(rows * self._mean_context_tokens))
-        spare_s = slowdown * costs.predict_s(level) - costs.predict_s(placed) - costs.prompts_s
-        return PrefillRoom(num_tokens, min(self._chunk_s(work), spare_s), costs, least)
+        level_s = costs.predict_s(level)
+        spare_s = slowdown * level_s - costs.predict_s(placed) - costs.prompts_s
+        return PrefillRoom(num_tokens, min(self._chunk_s(work, level_s), spare_s), costs, least)
 
     def decode_weight(self, num_cached_tokens: int) -> float:
         """A decode row's share of a microbatch's time, in units of a row with the mean context; 1 until known."""
