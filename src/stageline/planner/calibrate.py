@@ -51,7 +51,9 @@ _CONTEXT, _LONG_CONTEXT, _CONTEXT_ROWS = 128, 512, 16
 _CHUNK, _LONG_CHUNK, _NUM_LONG_CHUNKS = 128, 512, 2
 _AT_ONCE_ROWS = (1, 4, 8, 16, 32, 64)
 _RUN_ROWS, _REQUESTS_PER_STAGE = (1, 4, 8, 16, 32, 64), 4
-_POINTS_PER_RUN = 4
+_POINTS_PER_RUN, _POINTS_PER_CROWDED_RUN = 4, 10
+"""Stages that share cores get now more of them and now less, so it takes longer to see what they get."""
+
 _CONTENTION_ROUNDS = 3
 _MOST_RUNNING_STAGES = 4
 POINT_S = 0.3
@@ -169,15 +171,19 @@ class _Runs:
         with running_pipeline(config, spec, num_layers, 1, _RUN_ROWS[-1]) as pipeline:
             single = [pipeline.decode(rows, 2 * point_s) for rows in _RUN_ROWS]
 
-        def several(num_stages: int) -> tuple[SteadyDecodes, SteadyDecodes]:
+        def several(num_stages: int, num_points: int) -> tuple[SteadyDecodes, SteadyDecodes]:
             most = _REQUESTS_PER_STAGE * num_stages
             with running_pipeline(config, spec, max(num_layers, num_stages), num_stages, most) as pipeline:
-                lone, loaded = (pipeline.decode(number, _POINTS_PER_RUN * point_s) for number in (1, most))
+                lone, loaded = (pipeline.decode(number, num_points * point_s) for number in (1, most))
                 return lone, loaded
 
         num_crowded = num_places + 1
         is_crowded = num_crowded <= min(_MOST_RUNNING_STAGES, spec.num_layers)
-        return cls(single, several(2) if num_places > 1 else None, several(num_crowded) if is_crowded else None)
+        return cls(
+            single,
+            several(2, _POINTS_PER_RUN) if num_places > 1 else None,
+            several(num_crowded, _POINTS_PER_CROWDED_RUN) if is_crowded else None,
+        )
 
 
 def _lower_decile(times_s: list[float]) -> float:
