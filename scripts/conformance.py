@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -31,6 +32,8 @@ def main() -> int:
     parser.add_argument("--tools", type=Path, required=True, help="where llm-comply and schemathesis are installed")
     parser.add_argument("--max-examples", type=int, default=50, help="of schemathesis, for each operation")
     args = parser.parse_args()
+    # Whoever ends this ends the server, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     with serving("--max-model-len", "1024") as url:
         command = [args.tools / "llm-comply", "--format", "openai-chat", "--base-url", f"{url}/v1", "--api-key", "none"]
         comply = subprocess.run([*command, "--model", MODEL_NAME, "--filter", TEXT_TESTS], check=False).returncode

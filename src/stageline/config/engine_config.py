@@ -135,7 +135,8 @@ class EngineConfig:
     )
     look_ahead: bool = setting(
         True, "while the pipeline is full, announce decodes to the stages before their tokens are known; the first "
-        "stage gets these from the last", group="scheduling",
+        "stage gets these from the last; while nothing decodes, have one more chunk of prompts ready",
+        group="scheduling",
     )
 
     @property

@@ -19,7 +19,8 @@ class SchedulerLimits:
         max_model_len: tokens of one request.
         max_chunk_tokens: tokens of one prompt in one microbatch, or None for no bound of its own.
         max_decode_slowdown: how many times longer than with decodes alone a microbatch may take because of a prompt.
-        look_ahead: announce decodes before their tokens are known.
+        look_ahead: have one microbatch more in flight: decodes announced before their tokens are known, or, while
+            nothing decodes, one more chunk of prompts.
     """
 
     num_stages: int
