@@ -43,12 +43,16 @@ def _place(item: pytest.Item) -> tuple[int, int]:
 
 
 @pytest.fixture(autouse=True)
-def _log_level_of_one_test() -> Iterator[None]:
-    """Commands that run in the tests' own process set the level, and the next test may wait for a warning."""
+def _log_of_one_test() -> Iterator[None]:
+    """Commands that run in the tests' own process set the level and end the propagation, of which pytest hears either
+    nothing or, where a test turns it on again, everything twice.
+    """
     logger = logging.getLogger("stageline")
     level = logger.level
+    logger.propagate = True
     yield
     logger.setLevel(level)
+    logger.propagate = True
 
 
 @pytest.fixture(scope="session")

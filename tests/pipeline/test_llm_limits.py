@@ -4,7 +4,6 @@ queued, and the engine goes on as if nothing had been asked.
 
 from __future__ import annotations
 
-import logging
 import re
 import subprocess
 from collections.abc import Iterator
@@ -142,7 +141,6 @@ def test_nearly_all_memory_is_given_with_a_warning(
         raise Started
 
     monkeypatch.setattr(startup, "_make_executor", start)
-    monkeypatch.setattr(logging.getLogger("stageline"), "propagate", True)
     with caplog.at_level("INFO", "stageline"), pytest.raises(Started):
         _start(model, kv_cache_memory=kv_cache_memory)
     assert [r.message for r in caplog.records if r.levelname == "INFO"] == [f"loading {model} into 2 stages"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from pathlib import Path
@@ -147,13 +146,9 @@ def test_a_key_file_without_keys_is_refused(tmp_path: Path, content: bytes | Non
         with_all_api_keys(ServeConfig(api_key_file=str(tmp_path / "keys")))
 
 
-def test_a_key_file_that_others_can_read_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_file_that_others_can_read_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "keys").write_text("sesame")
     os.chmod(tmp_path / "keys", 0o644)
-    # The package's logger may have been set up not to hand on what it says.
-    monkeypatch.setattr(logging.getLogger("stageline"), "propagate", True)
     with_all_api_keys(ServeConfig(api_key_file=str(tmp_path / "keys")))
     assert "can be read by other users; chmod 600" in caplog.text
     assert "sesame" not in caplog.text
