@@ -32,6 +32,8 @@ def run_calibration(args: argparse.Namespace) -> int:
 def format_profile(profile: HostProfile) -> str:
     """What was measured, in a few lines; no newline at the end."""
     key, shape, run, crowded = profile.key, profile.shape, profile.run, profile.crowded_run
+    shares = zip(crowded.core_share.factors, crowded.core_share.tokens, strict=True)
+    cores_had = ", ".join(f"{share:.0%} with {tokens} rows" for share, tokens in shares)
     rates = ", ".join(
         f"{tokens} rows {profile.matmul_flops_per_s(tokens) / 1e9:.0f} GFLOP/s" for tokens in _SHOWN_TOKENS
     )
@@ -56,7 +58,7 @@ def format_profile(profile: HostProfile) -> str:
             f"{run.to_next_stage_s * 1e6:.0f} µs between stages, {run.to_engine_s * 1e6:.0f} µs to the engine",
             f"large messages go at         {profile.link_bytes_per_s / 1e9:.1f} GB/s",
             f"more stages than cores       computing takes {crowded.work:.2f} times as long, messages "
-            f"{crowded.to_next_stage_s * 1e6:.0f} µs; {crowded.core_share:.0%} of the cores are had",
+            f"{crowded.to_next_stage_s * 1e6:.0f} µs; of the cores are had {cores_had}",
         ]
     )
 

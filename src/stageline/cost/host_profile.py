@@ -92,10 +92,11 @@ class Curve(msgspec.Struct, frozen=True):
         return times_s[place - 1] + share * (times_s[place] - times_s[place - 1])
 
 
-class Contention(msgspec.Struct, frozen=True):
-    """How many times as long computing takes while so many stages compute, over a number of tokens.
+class Factors(msgspec.Struct, frozen=True):
+    """Over a microbatch's number of tokens: straight between the points, the same beyond the first and the last.
 
-    Few tokens wait for the memory, which stages share; many wait for the processor, which they do not.
+    Args:
+        tokens: ascending.
     """
 
     tokens: tuple[int, ...]
@@ -115,8 +116,8 @@ class RunCosts(msgspec.Struct, frozen=True):
         hand_on_s, result_send_s: the last stage's for tokens that go to the first, and for the result.
         to_stages_s, to_next_stage_s, to_engine_s: from a send until who waited for it has it.
         work: how many times as long computing takes as on a core of its own.
-        core_share: of the cores that more stages want than there are, how much they get; the rest is idle while who
-            waits for a core is found.
+        core_share: of the cores that more stages want than there are, how much one gets that has so many tokens; the
+            rest is idle while who waits for a core is found.
     """
 
     prepare_s: float
@@ -129,7 +130,7 @@ class RunCosts(msgspec.Struct, frozen=True):
     to_next_stage_s: float
     to_engine_s: float
     work: float = 1.0
-    core_share: float = 1.0
+    core_share: Factors = Factors((1,), (1.0,))
 
 
 class EngineCosts(msgspec.Struct, frozen=True):
@@ -152,7 +153,8 @@ class HostProfile(msgspec.Struct, frozen=True):
     stage_s: what every stage pays for a microbatch besides its layers.
     attention_token_s: of one layer, for each token in the KV cache of each decode.
     prefill_attention_s: of one layer, for each unit of Σ(2Lx + x²).
-    contention: [stages at once, from 2 on].
+    contention: [stages at once, from 2 on] how many times as long computing takes then. Few tokens wait for the memory,
+        which stages share; many wait for the processor, which they do not.
     run: besides computing, where every stage has cores of its own.
     crowded_run: the same where there are more stages than cores for them, so that none is bound.
     message_send_s: the sender's time for a message to one more stage.
@@ -168,7 +170,7 @@ class HostProfile(msgspec.Struct, frozen=True):
     stage_s: float
     attention_token_s: float
     prefill_attention_s: float
-    contention: tuple[Contention, ...]
+    contention: tuple[Factors, ...]
     run: RunCosts
     crowded_run: RunCosts
     message_send_s: float

@@ -78,6 +78,7 @@ class StagesOnOneHost:
         self._run_until(now_s)
         num_stages = len(self._stages)
         passage.slowdowns = self._host.slowdowns(passage.num_tokens)
+        passage.core_share = self._host.core_share(passage.num_tokens)
         passage.waits_s, passage.starts_s, passage.ends_s = ([0.0] * num_stages for _ in range(3))
         self._sampling.add(passage.number)
         if passage.source in self._sampling:
@@ -125,9 +126,11 @@ class StagesOnOneHost:
     def _rates(self, working: list[_Stage]) -> list[float]:
         """How much of its work each stage does in a second; the engine does all of its own."""
         cores = max(0, self._host.num_cores - (self._engine_left_s > _NOTHING_S))
-        share = 1.0 if len(working) <= cores else self._host.core_share * cores / len(working)
         num_computing = min(sum(stage.phase is _Phase.COMPUTING for stage in working), self._host.num_cores)
-        return [share / _slowdown(stage, num_computing) for stage in working]
+        if len(working) <= cores:
+            return [1.0 / _slowdown(stage, num_computing) for stage in working]
+        share = cores / len(working)
+        return [share * _core_share(stage) / _slowdown(stage, num_computing) for stage in working]
 
     def _spend(self, working: list[_Stage], rates: list[float], until_s: float) -> None:
         elapsed_s = max(0.0, until_s - self._now_s)
@@ -220,6 +223,10 @@ class StagesOnOneHost:
         link = pipeline.links[index]
         stage.link_free_s = max(self._now_s, stage.link_free_s) + pipeline.transfer_s(link, passage.num_tokens)
         self._after(stage.link_free_s + link.latency_s - self._now_s, index + 1, passage)
+
+
+def _core_share(stage: _Stage) -> float:
+    return 1.0 if stage.passage is None else stage.passage.core_share
 
 
 def _slowdown(stage: _Stage, num_computing: int) -> float:

@@ -41,12 +41,12 @@ class HostCores:
         num_cores: what more of them want than there are, they share evenly; the engine goes first.
         slowdowns: of a microbatch with so many tokens: [stages at once, from 1 on] how many times as long computing
             takes while so many compute, because they share the memory; the last counts for more.
-        core_share: of the cores that more of them want than there are, how much they get.
+        core_share: of the cores that more of them want than there are, how much a stage gets that has so many tokens.
     """
 
     num_cores: int
     slowdowns: Callable[[int], Sequence[float]] = lambda num_tokens: (1.0,)
-    core_share: float = 1.0
+    core_share: Callable[[int], float] = lambda num_tokens: 1.0
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Passage:
     Args:
         source: number of the microbatch whose tokens it needs on the first stage; -1 if it needs none.
         times_s: [stages] of computing, alone.
-        slowdowns: see `HostCores`.
+        slowdowns, core_share: see `HostCores`.
         waits_s: [stages] since when the stage could have computed it.
         starts_s, ends_s: [stages] when it computed it.
         result_s: when the engine can have the result.
@@ -118,6 +118,7 @@ class Passage:
     source: int
     times_s: Sequence[float]
     slowdowns: Sequence[float] = (1.0,)
+    core_share: float = 1.0
     waits_s: list[float] = field(default_factory=list)
     starts_s: list[float] = field(default_factory=list)
     ends_s: list[float] = field(default_factory=list)

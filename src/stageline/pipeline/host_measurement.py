@@ -43,7 +43,7 @@ class TimeMicrobatch(msgspec.Struct, frozen=True, tag="time"):
         num_rows: requests in it.
         new_tokens: of each; 1 is a decode.
         cached_tokens: of each, in the KV cache already.
-        duration_s: how long to go on; at least three times.
+        duration_s: how long to go on; at least twice, after once that does not count.
         with_one_layer: time a stage of one layer as well.
     """
 

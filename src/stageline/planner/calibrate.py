@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from statistics import median
 from types import TracebackType
 from typing import Self, TypeVar
@@ -21,7 +21,7 @@ import psutil
 
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.config.engine_config import EngineConfig
-from stageline.cost.host_profile import Contention, Curve, HostKey, HostProfile, host_key, layer_shape
+from stageline.cost.host_profile import Curve, Factors, HostKey, HostProfile, host_key, layer_shape
 from stageline.cost.model_costs import model_costs
 from stageline.errors import ConfigError, StagelineError
 from stageline.executor.stage_processes import available_cores
@@ -41,21 +41,25 @@ from stageline.pipeline.host_measurement import (
     Trouble,
 )
 from stageline.pipeline.microbatch import Microbatch, MicrobatchResult
-from stageline.planner.crowding import with_crowding
-from stageline.planner.measure_run import SteadyDecodes, running_pipeline
+from stageline.planner.crowding import CrowdedTurns, with_crowding
+from stageline.planner.measure_run import RunningPipeline, SteadyDecodes, running_pipeline
 from stageline.planner.run_costs import engine_costs, head_curve, run_costs
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _DECODE_ROWS = (1, 2, 3, 4, 6, 8, 11, 16, 22, 32, 48, 64)
 _CONTEXT, _LONG_CONTEXT, _CONTEXT_ROWS = 128, 512, 16
 _CHUNK, _LONG_CHUNK, _NUM_LONG_CHUNKS = 128, 512, 2
-_AT_ONCE_ROWS = (1, 4, 8, 16, 32, 64)
-_RUN_ROWS, _REQUESTS_PER_STAGE = (1, 4, 8, 16, 32, 64), 4
-_POINTS_PER_RUN, _POINTS_PER_CROWDED_RUN = 4, 10
+_AT_ONCE_ROWS = (1, 4, 8, 16, 32)
+_SINGLE_ROWS, _FURTHER_ROWS = (1, 4, 12), (8, 16, 32, 64)
+"""What the pipeline of one stage meets in every round, and in one of them."""
+
+_POINTS_PER_RUN, _POINTS_PER_CROWDED_RUN = 4, 8
 """Stages that share cores get now more of them and now less, so it takes longer to see what they get."""
 
-_CONTENTION_ROUNDS = 3
-_MOST_RUNNING_STAGES = 4
+_NUM_ROUNDS = 3
+"""The host becomes faster or slower for seconds: all that is compared is measured in turns, and medians are taken."""
+
+_MOST_RUNNING_STAGES, _NUM_PIPELINES = 4, 3
 POINT_S = 0.3
 _LARGER_THAN_CACHES_BYTES = 2**28
 _MOST_MEMORY_FRACTION = 0.4
@@ -94,96 +98,147 @@ def calibrate_host(
     costs, cores = model_costs(spec, kv_itemsize_bytes=itemsize), _cores()
     layer_bytes, head_bytes = (item.num_parameters * itemsize for item in (costs.layers[0], costs.head))
     num_processes = max(1, min(len(cores) // config.threads_per_stage, _MOST_PROCESSES))
-    num_layers = _layers_to_time(layer_bytes, head_bytes, spec.num_layers, num_processes)
+    num_layers = _layers_to_time(layer_bytes, head_bytes, spec.num_layers, num_processes + _NUM_PIPELINES)
+    key, orders = this_host(config, spec), _Orders(point_s)
     on_step(f"starting {num_processes} measuring processes with {num_layers} layers each")
     with _Processes(config, spec, num_layers, num_processes, cores) as processes:
-        on_step("layers, one stage alone")
-        orders = _Orders(point_s)
-        alone = {order: processes.time(order, 1)[0] for order in orders.all}
-        on_step("layers, several stages at once")
-        contention = tuple(_contention(processes, number, point_s) for number in range(2, num_processes + 1))
-        on_step("messages")
+        on_step("prompts and messages")
+        alone = _Alone(processes, orders)
         message_send_s, link_bytes_per_s = processes.measure_messages()
-    on_step("pipelines that run")
-    key = this_host(config, spec)
-    runs = _Runs.measure(config, spec, num_layers, key.num_places, point_s)
-    fitted = _Fit(orders, alone, num_layers)
-    run = run_costs(runs.single, *runs.several)
+        on_step("starting pipelines")
+        several = [_Contentions(processes, number, point_s) for number in range(2, num_processes + 1)]
+        with _Pipelines(config, spec, num_layers, key.num_places, point_s) as pipelines:
+            for number in range(_NUM_ROUNDS):
+                on_step(f"round {number + 1} of {_NUM_ROUNDS}: layers, one stage alone")
+                alone.go_round()
+                on_step("layers, several stages at once")
+                for contention in several:
+                    contention.go_round()
+                on_step("pipelines that run")
+                pipelines.go_round(number)
+    fitted, single, crowded = _Fit(orders, alone.typical(), num_layers), pipelines.single, pipelines.crowded
+    run = run_costs(single, *pipelines.several)
     profile = HostProfile(
         key=key,
         model=config.model,
         shape=layer_shape(costs),
         layer_s=fitted.layer_s,
-        head_s=head_curve(runs.single),
+        head_s=head_curve(single),
         stage_s=fitted.stage_s,
         attention_token_s=fitted.attention_token_s,
         prefill_attention_s=fitted.prefill_attention_s,
-        contention=contention,
+        contention=tuple(contention.typical() for contention in several),
         run=run,
-        crowded_run=run_costs(runs.single, *runs.crowded, undisturbed=run) if runs.crowded else run,
+        crowded_run=run_costs(single, *crowded, undisturbed=run) if crowded else run,
         message_send_s=message_send_s,
         link_bytes_per_s=link_bytes_per_s,
-        engine=engine_costs(runs.single),
+        engine=engine_costs(single),
         memory_bytes_per_s=layer_bytes / fitted.layer_s.times_s[0],
         memory_bytes=float(psutil.virtual_memory().total),
     )
-    return with_crowding(profile, config, *runs.crowded) if runs.crowded else profile
+    return with_crowding(profile, config, pipelines.crowded_turns) if crowded else profile
 
 
-def _layers_to_time(layer_bytes: float, head_bytes: float, num_layers: int, num_processes: int) -> int:
+def _layers_to_time(layer_bytes: float, head_bytes: float, num_layers: int, num_copies: int) -> int:
     """As many as are larger than the caches, if there are so many and memory allows."""
-    most_bytes = _MOST_MEMORY_FRACTION * psutil.virtual_memory().available / num_processes - 2 * head_bytes
+    most_bytes = _MOST_MEMORY_FRACTION * psutil.virtual_memory().available / num_copies - 2 * head_bytes
     num_most = int(most_bytes // layer_bytes) - 2
     if num_most < 1:
         raise ConfigError(
-            f"{num_processes} measuring processes need memory for three layers of {layer_bytes:,.0f} bytes and two "
-            f"matrices of {head_bytes:,.0f} each; calibrate with a smaller model"
+            f"measuring needs memory for {num_copies} times three layers of {layer_bytes:,.0f} bytes and two matrices "
+            f"of {head_bytes:,.0f}; calibrate with a smaller model"
         )
     wanted = math.ceil(_LARGER_THAN_CACHES_BYTES / layer_bytes)
     return max(1, min(wanted, num_most, num_layers - 1))
 
 
-@dataclass(frozen=True)
-class _Runs:
-    """Pipelines that ran, of as many layers each.
+class _Pipelines:
+    """Pipelines of as many layers each, that run one after the other, once in each round.
 
-    Args:
-        single: one stage, with ever more requests.
-        bound, crowded: with one request and with several per stage, where stages have cores of their own and where
-            they do not; None where there is no such pipeline of few stages.
+    One of a single stage; one whose stages have cores of their own; and one of more stages than there are cores. The
+    last two are left out where there is no such pipeline of few stages.
     """
 
-    single: list[SteadyDecodes]
-    bound: tuple[SteadyDecodes, SteadyDecodes] | None
-    crowded: tuple[SteadyDecodes, SteadyDecodes] | None
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, num_layers: int, num_places: int, point_s: float
+    ) -> None:
+        if spec.num_layers < 2:
+            raise ConfigError("a model of one layer makes no pipeline; calibrate with one of two or more")
+        self._point_s = point_s
+        self._found: dict[tuple[int, int], list[SteadyDecodes]] = {}
+        self._num_bound, self._num_crowded = (2 if num_places > 1 else 0), num_places + 1
+        if self._num_crowded > min(_MOST_RUNNING_STAGES, spec.num_layers):
+            self._num_crowded = 0
+        several = [
+            (self._num_bound, _POINTS_PER_RUN, _SINGLE_ROWS[:2]),
+            (self._num_crowded, _POINTS_PER_CROWDED_RUN, _SINGLE_ROWS),
+        ]
+        with ExitStack() as running:
+
+            def start(num_stages: int, most_requests: int) -> RunningPipeline:
+                num = max(num_layers, num_stages)
+                return running.enter_context(running_pipeline(config, spec, num, num_stages, most_requests))
+
+            self._single = start(1, _FURTHER_ROWS[-1])
+            self._several = [
+                (start(num_stages, _requests(rows[-1], num_stages)), num_points, rows)
+                for num_stages, num_points, rows in several
+                if num_stages
+            ]
+            self._running = running.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._running.close()
+
+    def go_round(self, number: int) -> None:
+        for rows in _SINGLE_ROWS:
+            self._decode(self._single, rows, 1)
+        for pipeline, num_points, each_rows in self._several:
+            for rows in each_rows:
+                self._decode(pipeline, rows, num_points)
+        for rows in _FURTHER_ROWS[number::_NUM_ROUNDS]:
+            self._decode(self._single, rows, _NUM_ROUNDS)
+
+    def _decode(self, pipeline: RunningPipeline, rows: int, num_points: int) -> None:
+        num_requests = _requests(rows, pipeline.num_stages)
+        decodes = pipeline.decode(num_requests, num_points * self._point_s / _NUM_ROUNDS)
+        self._found.setdefault((pipeline.num_stages, rows), []).append(decodes)
+
+    # ---- what was found ----
+
+    @property
+    def single(self) -> list[SteadyDecodes]:
+        """One stage, with ever more requests."""
+        return [SteadyDecodes.together(self._found[1, rows]) for rows in sorted((*_SINGLE_ROWS, *_FURTHER_ROWS))]
 
     @property
     def several(self) -> tuple[SteadyDecodes, SteadyDecodes]:
-        """Of several stages, with cores of their own if there are so many cores."""
-        found = self.bound or self.crowded
-        assert found is not None, "two stages have cores of their own, or are more than there are cores"
-        return found
+        """Several stages with one request, and with several each; with cores of their own if there are so many."""
+        return self._pair(self._num_bound or self._num_crowded)
 
-    @classmethod
-    def measure(cls, config: EngineConfig, spec: ModelSpec, num_layers: int, num_places: int, point_s: float) -> Self:
-        if spec.num_layers < 2:
-            raise ConfigError("a model of one layer makes no pipeline; calibrate with one of two or more")
-        with running_pipeline(config, spec, num_layers, 1, _RUN_ROWS[-1]) as pipeline:
-            single = [pipeline.decode(rows, 2 * point_s) for rows in _RUN_ROWS]
+    @property
+    def crowded(self) -> tuple[SteadyDecodes, SteadyDecodes] | None:
+        return self._pair(self._num_crowded) if self._num_crowded else None
 
-        def several(num_stages: int, num_points: int) -> tuple[SteadyDecodes, SteadyDecodes]:
-            most = _REQUESTS_PER_STAGE * num_stages
-            with running_pipeline(config, spec, max(num_layers, num_stages), num_stages, most) as pipeline:
-                lone, loaded = (pipeline.decode(number, num_points * point_s) for number in (1, most))
-                return lone, loaded
+    def _pair(self, num_stages: int) -> tuple[SteadyDecodes, SteadyDecodes]:
+        lone, loaded = (SteadyDecodes.together(self._found[num_stages, rows]) for rows in _SINGLE_ROWS[:2])
+        return lone, loaded
 
-        num_crowded = num_places + 1
-        is_crowded = num_crowded <= min(_MOST_RUNNING_STAGES, spec.num_layers)
-        return cls(
-            single,
-            several(2, _POINTS_PER_RUN) if num_places > 1 else None,
-            several(num_crowded, _POINTS_PER_CROWDED_RUN) if is_crowded else None,
-        )
+    @property
+    def crowded_turns(self) -> list[CrowdedTurns]:
+        return [
+            CrowdedTurns(rows, self._found[1, rows], self._found[self._num_crowded, rows]) for rows in _SINGLE_ROWS
+        ]
+
+
+def _requests(rows: int, num_stages: int) -> int:
+    """So many for each stage, but one alone."""
+    return rows if rows == 1 else rows * num_stages
 
 
 def _lower_decile(times_s: list[float]) -> float:
@@ -202,20 +257,46 @@ class _Orders:
         self.late_chunk = TimeMicrobatch(1, _CHUNK, _LONG_CONTEXT, point_s, False)
         self.long_chunk = TimeMicrobatch(1, _LONG_CHUNK, 0, point_s, False)
         self.long_chunks = TimeMicrobatch(_NUM_LONG_CHUNKS, _LONG_CHUNK, 0, point_s, False)
-        self.all = [*self.decodes, self.long_decode, self.chunk, self.late_chunk, self.long_chunk, self.long_chunks]
+        self.reading_memory = [*self.decodes, self.long_decode]
+        self.chunks = [self.chunk, self.late_chunk, self.long_chunk, self.long_chunks]
 
 
-def _contention(processes: _Processes, num_at_once: int, point_s: float) -> Contention:
-    """Medians of rounds, alone and at once in turns: the host may become faster or slower meanwhile."""
-    factors = []
-    for rows in _AT_ONCE_ROWS:
-        order = TimeMicrobatch(rows, 1, _CONTEXT, point_s / _CONTENTION_ROUNDS, False)
-        found = []
-        for _ in range(_CONTENTION_ROUNDS):
-            alone_s = processes.time(order, 1)[0].layers_s
-            found.append(median(measured.layers_s for measured in processes.time(order, num_at_once)) / alone_s)
-        factors.append(max(1.0, median(found)))
-    return Contention(_AT_ONCE_ROWS, tuple(factors))
+class _Alone:
+    """What one process takes. The memory's pace changes within seconds, so what waits for it goes round."""
+
+    def __init__(self, processes: _Processes, orders: _Orders) -> None:
+        self._processes, self._orders = processes, orders
+        self._found = {order: [processes.time(order, 1)[0]] for order in orders.chunks}
+
+    def go_round(self) -> None:
+        for order in self._orders.reading_memory:
+            short = msgspec.structs.replace(order, duration_s=order.duration_s / _NUM_ROUNDS)
+            self._found.setdefault(order, []).append(self._processes.time(short, 1)[0])
+
+    def typical(self) -> dict[TimeMicrobatch, Measured]:
+        return {
+            order: Measured(median(one.layers_s for one in found), median(one.one_layer_s for one in found))
+            for order, found in self._found.items()
+        }
+
+
+class _Contentions:
+    """How much longer so many processes take that compute at once, in turns with one alone."""
+
+    def __init__(self, processes: _Processes, num_at_once: int, point_s: float) -> None:
+        self._processes, self._num_at_once = processes, num_at_once
+        self._orders = [TimeMicrobatch(rows, 1, _CONTEXT, point_s / _NUM_ROUNDS, False) for rows in _AT_ONCE_ROWS]
+        self._factors: list[list[float]] = [[] for _ in _AT_ONCE_ROWS]
+
+    def go_round(self) -> None:
+        # Most rows first: a core that was idle until now may have to be found by the hypervisor.
+        for order, factors in reversed(list(zip(self._orders, self._factors, strict=True))):
+            alone_s = self._processes.time(order, 1)[0].layers_s
+            at_once_s = median(measured.layers_s for measured in self._processes.time(order, self._num_at_once))
+            factors.append(at_once_s / alone_s)
+
+    def typical(self) -> Factors:
+        return Factors(_AT_ONCE_ROWS, tuple(max(1.0, median(factors)) for factors in self._factors))
 
 
 class _Fit:

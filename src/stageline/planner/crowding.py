@@ -1,22 +1,27 @@
 """More stages than cores: what it costs them that none has a core of its own.
 
 One idea: the calibrating pipeline is simulated with all else that is known. By how much it really was slower, with one
-request, where stages only wake elsewhere, and with many, where they wait for one another, is the cost of crowding.
+request, where stages only wake elsewhere, and with many, where they wait for one another, is the cost of crowding. All
+of it is compared with one stage that ran in turns with them, as measured and as simulated, so that what makes the whole
+machine slower or faster meanwhile is not taken for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
 
 from msgspec.structs import replace
 
 from stageline.config.engine_config import EngineConfig
-from stageline.cost.host_profile import HostProfile, RunCosts, stage_times_of
+from stageline.cost.host_profile import Factors, HostProfile, RunCosts, stage_times_of
 from stageline.engine.startup import scheduler_limits
 from stageline.loadgen.workload import draw_random, uniform
 from stageline.pipeline.microbatch import Microbatch
-from stageline.pipeline.partition import StageLayers, stages_of
+from stageline.pipeline.partition import stages_of
 from stageline.planner.host_pipeline import host_pipeline
 from stageline.planner.measure_run import PROMPT_TOKENS, SteadyDecodes
 from stageline.planner.run_costs import forward_s, tokens_per_s
@@ -27,34 +32,65 @@ _NUM_ROUNDS = 3
 _OUTPUT_TOKENS = 64
 
 
-def with_crowding(
-    profile: HostProfile, config: EngineConfig, lone: SteadyDecodes, loaded: SteadyDecodes
-) -> HostProfile:
+@dataclass(frozen=True)
+class CrowdedTurns:
+    """Two pipelines that ran in turns, within seconds of each other, as often as there are entries.
+
+    Args:
+        rows: requests of a stage.
+        single: one stage.
+        crowded: more stages than cores, with one request if `rows` is 1, else with so many for each.
+    """
+
+    rows: int
+    single: Sequence[SteadyDecodes]
+    crowded: Sequence[SteadyDecodes]
+
+
+def with_crowding(profile: HostProfile, config: EngineConfig, turns: Sequence[CrowdedTurns]) -> HostProfile:
     """The profile with `work` and `core_share` of its crowded run.
 
-    Args: lone, loaded: of the pipeline of more stages than cores, with one request and with several per stage.
+    Args: turns: with ever more rows; the first with one request.
     """
-    partition = stages_of(loaded.layer_counts)
-    context = PROMPT_TOKENS + len(lone.steps) // 2
-    decode = Microbatch(0, 0, [], [], [], [1], [context], [1], [0], sampling_rows=[])
-    alone_s = sum(stage_times_of(profile, profile.shape, partition)(decode))
-    crowded = replace(profile.crowded_run, work=max(1.0, forward_s(lone) / alone_s))
-    measured = tokens_per_s(loaded.spans)
+    lone, *loads = turns
+    pairs = zip(lone.single, lone.crowded, strict=True)
+    work = median(_over_alone(profile, crowded) / _over_alone(profile, single) for single, crowded in pairs)
+    crowded_run = replace(profile.crowded_run, work=max(1.0, work))
+    shares = tuple(_core_share(_with(profile, crowded_run), config, load) for load in loads)
+    return _with(profile, replace(crowded_run, core_share=Factors(tuple(load.rows for load in loads), shares)))
+
+
+def _core_share(profile: HostProfile, config: EngineConfig, turns: CrowdedTurns) -> float:
+    """With which the simulated pipeline gains as much over the simulated stage as the one that ran did."""
+    pairs = [
+        (tokens_per_s(single.spans), tokens_per_s(crowded.spans))
+        for single, crowded in zip(turns.single, turns.crowded, strict=True)
+    ]
+    gains = [crowded / single for single, crowded in pairs if single > 0]
+    single = _simulated_tokens_per_s(profile, config, turns.single[0])
+    share = 1.0
     for _ in range(_NUM_ROUNDS):
-        simulated = _simulated_tokens_per_s(_with(profile, crowded), config, partition, loaded.num_requests)
-        if simulated > 0 and measured > 0:
-            share = crowded.core_share * measured / simulated
-            crowded = replace(crowded, core_share=min(1.0, max(_LEAST_SHARE, share)))
-    return _with(profile, crowded)
+        crowded_run = replace(profile.crowded_run, core_share=Factors((turns.rows,), (share,)))
+        simulated = _simulated_tokens_per_s(_with(profile, crowded_run), config, turns.crowded[0])
+        if gains and simulated > 0:
+            share = min(1.0, max(_LEAST_SHARE, share * median(gains) * single / simulated))
+    return share
 
 
 def _with(profile: HostProfile, crowded: RunCosts) -> HostProfile:
     return replace(profile, crowded_run=crowded)
 
 
-def _simulated_tokens_per_s(
-    profile: HostProfile, config: EngineConfig, partition: tuple[StageLayers, ...], num_requests: int
-) -> float:
+def _over_alone(profile: HostProfile, lone: SteadyDecodes) -> float:
+    """How many times as long computing one request took as its layers take alone."""
+    context = PROMPT_TOKENS + len(lone.steps) // 2
+    decode = Microbatch(0, 0, [], [], [], [1], [context], [1], [0], sampling_rows=[])
+    return forward_s(lone) / sum(stage_times_of(profile, profile.shape, stages_of(lone.layer_counts))(decode))
+
+
+def _simulated_tokens_per_s(profile: HostProfile, config: EngineConfig, decodes: SteadyDecodes) -> float:
+    """Of the same pipeline with as many requests."""
+    partition, num_requests = stages_of(decodes.layer_counts), decodes.num_requests
     num_tokens = PROMPT_TOKENS + _OUTPUT_TOKENS
     requests = draw_random(num_requests, uniform(PROMPT_TOKENS, 0), uniform(_OUTPUT_TOKENS, 0), random.Random(0))
     memory = SimulatedMemory(num_requests * -(-num_tokens // config.block_size), config.block_size, False)

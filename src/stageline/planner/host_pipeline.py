@@ -31,5 +31,5 @@ def host_pipeline(profile: HostProfile, shape: LayerShape, partition: tuple[Stag
         result_row_s=engine.result_row_s,
         news_s=engine.news_s,
         news_row_s=engine.news_row_s,
-        host=HostCores(profile.key.num_places, profile.slowdowns, run.core_share),
+        host=HostCores(profile.key.num_places, profile.slowdowns, run.core_share.at),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -71,6 +71,17 @@ class SteadyDecodes:
     spans: list[Span]
     steps: list[EngineStep]
 
+    @classmethod
+    def together(cls, stretches: Sequence[SteadyDecodes]) -> SteadyDecodes:
+        """Several stretches of one pipeline with as many requests. What is between them is not seen."""
+        first = stretches[0]
+        return cls(
+            first.layer_counts,
+            first.num_requests,
+            [span for stretch in stretches for span in stretch.spans],
+            [step for stretch in stretches for step in stretch.steps],
+        )
+
 
 class _WatchedExecutor(MultiProcessExecutor):
     """Remembers the newest result, when it gave it, and what waiting for it cost this thread."""
@@ -90,7 +101,7 @@ class RunningPipeline:
     """Stages of the first layers of a model's shape, and the engine's loop in this thread."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, num_layers: int, num_stages: int, most_rows: int) -> None:
-        self._num_stages = num_stages
+        self.num_stages = num_stages
         config = replace(
             config, pipeline_parallel_size=num_stages, max_num_seqs=max(config.max_num_seqs, most_rows)
         )
@@ -132,7 +143,7 @@ class RunningPipeline:
         is_prefilling = set(names)
         while is_prefilling:
             is_prefilling -= {update.request_id for update in self._core.step() if update.token_ids}
-        for _ in range(_NUM_SETTLING_STEPS * self._num_stages):
+        for _ in range(_NUM_SETTLING_STEPS * self.num_stages):
             self._core.step()
         start_s = self._clock.now_s()
         steps: list[EngineStep] = []

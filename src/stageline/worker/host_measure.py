@@ -39,7 +39,7 @@ from stageline.worker.kv_tensors import allocate_kv_tensors
 from stageline.worker.made_up_weights import MadeUpWeights
 
 _LARGER_THAN_CACHES_BYTES = 2**26
-_LEAST_ROUNDS = 3
+_LEAST_ROUNDS = 2
 _BLOCK_SIZE = 16
 
 
