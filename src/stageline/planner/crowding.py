@@ -28,7 +28,7 @@ from stageline.planner.run_costs import forward_s, tokens_per_s
 from stageline.planner.simulate import SimulatedMemory, simulate
 
 _LEAST_SHARE = 0.5
-_NUM_ROUNDS = 3
+_NUM_HALVINGS = 6
 _OUTPUT_TOKENS = 64
 
 
@@ -67,14 +67,16 @@ def _core_share(profile: HostProfile, config: EngineConfig, turns: CrowdedTurns)
         for single, crowded in zip(turns.single, turns.crowded, strict=True)
     ]
     gains = [crowded / single for single, crowded in pairs if single > 0]
-    single = _simulated_tokens_per_s(profile, config, turns.single[0])
-    share = 1.0
-    for _ in range(_NUM_ROUNDS):
+    if not gains:
+        return 1.0
+    wanted = median(gains) * _simulated_tokens_per_s(profile, config, turns.single[0])
+    least, most = _LEAST_SHARE, 1.0
+    for _ in range(_NUM_HALVINGS):
+        share = (least + most) / 2
         crowded_run = replace(profile.crowded_run, core_share=Factors((turns.rows,), (share,)))
-        simulated = _simulated_tokens_per_s(_with(profile, crowded_run), config, turns.crowded[0])
-        if gains and simulated > 0:
-            share = min(1.0, max(_LEAST_SHARE, share * median(gains) * single / simulated))
-    return share
+        is_enough = _simulated_tokens_per_s(_with(profile, crowded_run), config, turns.crowded[0]) >= wanted
+        least, most = (least, share) if is_enough else (share, most)
+    return most
 
 
 def _with(profile: HostProfile, crowded: RunCosts) -> HostProfile:
@@ -89,12 +91,14 @@ def _over_alone(profile: HostProfile, lone: SteadyDecodes) -> float:
 
 
 def _simulated_tokens_per_s(profile: HostProfile, config: EngineConfig, decodes: SteadyDecodes) -> float:
-    """Of the same pipeline with as many requests."""
+    """Of the same pipeline with as many requests, once its groups have settled."""
     partition, num_requests = stages_of(decodes.layer_counts), decodes.num_requests
     num_tokens = PROMPT_TOKENS + _OUTPUT_TOKENS
     requests = draw_random(num_requests, uniform(PROMPT_TOKENS, 0), uniform(_OUTPUT_TOKENS, 0), random.Random(0))
     memory = SimulatedMemory(num_requests * -(-num_tokens // config.block_size), config.block_size, False)
     limits = scheduler_limits(dataclasses.replace(config, pipeline_parallel_size=len(partition)), num_tokens)
     run = simulate(requests, host_pipeline(profile, profile.shape, partition), partition, limits, memory)
-    is_full = [span for span in run.spans if span.num_rows >= num_requests // (len(partition) + 1)]
-    return tokens_per_s(is_full)
+    prompts_end_s = max(span.end_s for span in run.spans if span.num_tokens > span.num_rows)
+    first_end_s = min(one.finished_s or run.duration_s for one in run.requests)
+    settled_s = (prompts_end_s + first_end_s) / 2
+    return tokens_per_s(span for span in run.spans if settled_s <= span.start_s and span.end_s <= first_end_s)
