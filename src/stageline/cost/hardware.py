@@ -50,6 +50,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         memory_efficiency, compute_efficiency: fractions of the peaks that are reached.
         reserved_bytes: memory that is for neither weights nor KV cache; None for the kind's assumption.
         layer_overhead_s, microbatch_overhead_s: fixed time of a layer and of a microbatch on a stage (launching).
+        expert_overhead_s: fixed time of every expert of a layer that some token takes (launching its products).
         matmul_rates: if measured, these tell the time of matrix products, between them by interpolation; ascending.
         attention_bytes_per_s: if measured, the rate at which decodes read the KV cache.
         sampling_s: of a microbatch, on the last stage.
@@ -66,6 +67,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     compute_efficiency: float = ASSUMED_COMPUTE_EFFICIENCY
     reserved_bytes: float | None = None
     layer_overhead_s: float = 0.0
+    expert_overhead_s: float = 0.0
     microbatch_overhead_s: float = ASSUMED_MICROBATCH_S
     matmul_rates: tuple[MatmulRate, ...] = ()
     attention_bytes_per_s: float | None = None
@@ -190,6 +192,7 @@ def check_hardware(table: HardwareTable, source: str) -> None:
         rest = {
             "num_cores": device.num_cores,
             "layer_overhead_s": device.layer_overhead_s,
+            "expert_overhead_s": device.expert_overhead_s,
             "microbatch_overhead_s": device.microbatch_overhead_s,
             "sampling_s": device.sampling_s,
             "price_per_hour": device.price_per_hour,

@@ -7,10 +7,14 @@ of a model (parameters, bytes, FLOPs, KV cache) is a sum over these.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from msgspec.structs import replace as replace_in
+
+from stageline.checkpoint.encodings import PACKED_BLOCK_ELEMENTS
 from stageline.checkpoint.model_spec import ModelSpec
+from stageline.checkpoint.tensor_shards import check_shards
+from stageline.cost.expert_load import busiest_experts, busiest_rows, num_experts_hit
 from stageline.errors import ConfigError
 
 BYTES_PER_WEIGHT = {
@@ -24,6 +28,8 @@ BYTES_PER_WEIGHT = {
 }
 # In what format products with such weights are computed.
 COMPUTE_FORMAT = {"int4": "bf16", "mxfp4": "bf16"}
+_IN_BLOCKS = ("int8", "int4", "mxfp4")
+"""Kept in blocks with a scale each; a part of a matrix that is not whole blocks becomes 16 bits, as in the engine."""
 ACTIVATION_ITEMSIZE_BYTES = 2
 
 
@@ -55,7 +61,11 @@ class ItemShape:
         num_dense: parameters that every token is multiplied with (attention, dense MLP, shared experts, router).
         num_looked_up, row_size: parameters of which a token reads a row, and how many of them: the embedding.
         num_kv: those of `num_dense` that make keys and values: sharded no further than the KV heads.
+        num_copied: those of `num_dense` that every device has: a router.
         num_experts, num_experts_per_token, num_per_expert: routed experts.
+        expert_size: an expert's inner numbers, of which a device has a part unless it has whole experts.
+        expert_block: numbers that share a scale, 1 for none.
+        is_dealt: devices have whole experts, equally many each, instead of a part of every one.
         dense_bytes, expert_bytes: per parameter.
         kv_bytes_per_token: of the KV cache, all heads.
         max_kv_shards: devices that can share the KV cache; with more, some keep the same.
@@ -71,9 +81,13 @@ class ItemShape:
     num_looked_up: float = 0.0
     row_size: int = 0
     num_kv: float = 0.0
+    num_copied: float = 0.0
     num_experts: int = 0
     num_experts_per_token: int = 0
     num_per_expert: float = 0.0
+    expert_size: int = 0
+    expert_block: int = 1
+    is_dealt: bool = False
     dense_bytes: float = 2.0
     expert_bytes: float = 2.0
     kv_bytes_per_token: float = 0.0
@@ -102,9 +116,23 @@ class ItemShape:
 
     def weight_bytes(self, num_devices: int = 1) -> float:
         """That each of the devices sharing the item keeps."""
-        rest = (self.num_dense - self.num_kv + self.num_looked_up) * self.dense_bytes
-        experts = self.num_experts * self.num_per_expert * self.expert_bytes
-        return (rest + experts) / num_devices + self.num_kv * self.dense_bytes / self.kv_shards(num_devices)
+        experts = self.num_experts * self.num_per_expert * self.own_expert_bytes(num_devices)
+        return self._dense_bytes(self.num_looked_up, num_devices, experts)
+
+    def _dense_bytes(self, num_embedded: float, num_devices: int, experts_bytes: float) -> float:
+        """Of all but routed experts, of which all devices together have so many bytes."""
+        rest = (self.num_dense - self.num_kv - self.num_copied + num_embedded) * self.dense_bytes
+        whole = self.num_copied * self.dense_bytes
+        shared = (rest + experts_bytes) / num_devices
+        return shared + self.num_kv * self.dense_bytes / self.kv_shards(num_devices) + whole
+
+    def keeps_blocks(self, num_devices: int) -> bool:
+        """Whether what a device has of an expert is whole blocks, so that it is kept as the checkpoint has it."""
+        return self.is_dealt or num_devices == 1 or self.expert_size / num_devices % self.expert_block == 0
+
+    def own_expert_bytes(self, num_devices: int) -> float:
+        """Per parameter, as a device keeps it."""
+        return self.expert_bytes if self.keeps_blocks(num_devices) else max(self.expert_bytes, 2.0)
 
     def kv_bytes(self, num_devices: int = 1) -> float:
         """KV cache of one token that each device keeps, while the window has not passed it."""
@@ -119,17 +147,37 @@ class ItemShape:
         return context_tokens if self.window is None else min(context_tokens, self.window)
 
     def num_experts_read(self, num_tokens: float) -> float:
-        """Experts that at least one of so many tokens takes, if they choose evenly: E·(1 - (1 - k/E)^n)."""
+        """Experts that at least one of so many tokens takes, if they choose evenly."""
         if not self.num_experts:
             return 0.0
-        share = self.num_experts_per_token / self.num_experts
-        return self.num_experts * (1.0 - math.pow(1.0 - share, max(num_tokens, 0.0)))
+        return num_experts_hit(self.num_experts, self.num_experts_per_token, num_tokens)
 
-    def read_bytes(self, num_tokens: float, num_devices: int = 1) -> float:
-        """Weights that each device reads for a microbatch of so many tokens."""
-        rest = (self.num_dense - self.num_kv + num_tokens * self.row_size) * self.dense_bytes
-        experts = self.num_experts_read(num_tokens) * self.num_per_expert * self.expert_bytes
-        return (rest + experts) / num_devices + self.num_kv * self.dense_bytes / self.kv_shards(num_devices)
+    def experts_worth(self, num_tokens: int, num_devices: int) -> float:
+        """Whole experts' weights that the busiest device reads for so many tokens."""
+        if not self._has_some_whole(num_devices):
+            return self.num_experts_read(num_tokens) / num_devices
+        return busiest_experts(self.num_experts, self.num_experts_per_token, num_tokens, num_devices)
+
+    def rows_worth(self, num_tokens: int, num_devices: int) -> float:
+        """Products of a row with a whole expert that the busiest device computes for so many tokens."""
+        if not self._has_some_whole(num_devices):
+            return num_tokens * self.num_experts_per_token / num_devices
+        return busiest_rows(self.num_experts, self.num_experts_per_token, num_tokens, num_devices)
+
+    def num_expert_products(self, num_tokens: int, num_devices: int) -> float:
+        """Experts of which the busiest device computes anything."""
+        if not self._has_some_whole(num_devices):
+            return self.num_experts_read(num_tokens)
+        return self.experts_worth(num_tokens, num_devices)
+
+    def _has_some_whole(self, num_devices: int) -> bool:
+        return self.is_dealt and num_devices > 1 and self.num_experts > 0
+
+    def read_bytes(self, num_tokens: int, num_devices: int = 1) -> float:
+        """Weights that the busiest device reads for a microbatch of so many tokens."""
+        num_read = self.experts_worth(num_tokens, num_devices) * num_devices
+        experts_bytes = num_read * self.num_per_expert * self.own_expert_bytes(num_devices)
+        return self._dense_bytes(num_tokens * self.row_size, num_devices, experts_bytes)
 
 
 @dataclass(frozen=True)
@@ -141,6 +189,7 @@ class ModelCosts:
         shares_head: head and embedding are one matrix: kept once where one stage has both.
         hidden_bytes: one token's hidden states, as they cross a boundary in one tensor.
         num_heads, num_kv_heads: attention's, for what sharding can divide.
+        spec: the model's shape, for what else sharding must divide; None for one that is only numbers.
     """
 
     embedding: ItemShape
@@ -150,6 +199,29 @@ class ModelCosts:
     hidden_bytes: float
     num_heads: int
     num_kv_heads: int
+    spec: ModelSpec | None = None
+
+    @property
+    def has_experts(self) -> bool:
+        return any(layer.num_experts for layer in self.layers)
+
+    def dealt(self) -> ModelCosts:
+        """The same with a layer's experts dealt to the devices that share it: whole ones, equally many to each."""
+        spec = self.spec
+        if spec is not None and spec.moe is not None:
+            spec = replace_in(spec, moe=replace_in(spec.moe, is_dealt=True))
+        layers = tuple(replace(layer, is_dealt=True) if layer.num_experts else layer for layer in self.layers)
+        return replace(self, layers=layers, spec=spec)
+
+    def why_not_shared(self, num_devices: int) -> str | None:
+        """Why the engine refuses to share layers so, with what it takes; None if it does not."""
+        if self.spec is None:
+            return None
+        try:
+            check_shards(self.spec, num_devices)
+        except ConfigError as refused:
+            return str(refused).partition(": ")[2]
+        return None
 
     @property
     def num_parameters(self) -> float:
@@ -200,6 +272,7 @@ def model_costs(spec: ModelSpec, weights: WeightFormat | None = None, kv_itemsiz
         hidden_bytes=spec.hidden_size * ACTIVATION_ITEMSIZE_BYTES,
         num_heads=spec.num_heads,
         num_kv_heads=1 if spec.mla is not None else spec.num_kv_heads,
+        spec=spec,
     )
 
 
@@ -208,14 +281,15 @@ def _layer(spec: ModelSpec, index: int, weights: WeightFormat, kv_itemsize_bytes
     num_attention, num_kv = _mla_weights(spec) if spec.mla is not None else _attention_weights(spec)
     kv_numbers, decode_flops, prefill_flops = _attention_work(spec)
     num_dense = float(num_attention + 2 * hidden)
-    num_experts = num_per_token = 0
-    num_per_expert = 0.0
+    num_experts = num_per_token = expert_size = 0
+    num_per_expert = num_copied = 0.0
     attention_width, mlp_width = _attention_width(spec), 2.0 * spec.intermediate_size
     moe = spec.moe
     if moe is not None and spec.has_experts(index):
         num_experts, num_per_token = moe.num_experts, moe.num_experts_per_token
         num_per_expert = 3.0 * hidden * moe.intermediate_size
-        num_dense += hidden * moe.num_experts + 3.0 * hidden * moe.shared_intermediate_size
+        expert_size, num_copied = moe.intermediate_size, float(hidden * moe.num_experts)
+        num_dense += num_copied + 3.0 * hidden * moe.shared_intermediate_size
         mlp_width = 2.0 * (num_per_token * moe.intermediate_size + moe.shared_intermediate_size)
     else:
         num_dense += 3.0 * hidden * spec.intermediate_size
@@ -225,6 +299,9 @@ def _layer(spec: ModelSpec, index: int, weights: WeightFormat, kv_itemsize_bytes
         num_experts=num_experts,
         num_experts_per_token=num_per_token,
         num_per_expert=num_per_expert,
+        num_copied=num_copied,
+        expert_size=expert_size,
+        expert_block=PACKED_BLOCK_ELEMENTS if weights.experts in _IN_BLOCKS else 1,
         dense_bytes=BYTES_PER_WEIGHT[weights.dense],
         expert_bytes=BYTES_PER_WEIGHT[weights.experts],
         kv_bytes_per_token=kv_numbers * kv_itemsize_bytes,

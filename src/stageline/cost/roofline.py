@@ -85,8 +85,16 @@ def item_parts(item: ItemShape, hidden_bytes: float, where: StageDevices, shape:
         matrices_s=matrices_s(item, where, rows),
         attention_s=attention_s(item, where, shape),
         communication_s=_communication_s(item, hidden_bytes, where, rows),
-        overhead_s=where.device.layer_overhead_s if item.kv_bytes_per_token else 0.0,
+        overhead_s=_overhead_s(item, where, rows),
     )
+
+
+def _overhead_s(item: ItemShape, where: StageDevices, rows: int) -> float:
+    device = where.device
+    launches_s = device.layer_overhead_s if item.kv_bytes_per_token else 0.0
+    if not device.expert_overhead_s or not item.num_experts:
+        return launches_s
+    return launches_s + device.expert_overhead_s * item.num_expert_products(rows, where.num_devices)
 
 
 def num_rows(item: ItemShape, shape: MicrobatchShape) -> int:
@@ -99,16 +107,17 @@ def num_rows(item: ItemShape, shape: MicrobatchShape) -> int:
 def matrices_s(item: ItemShape, where: StageDevices, rows: int) -> float:
     """All matrix products of an item on one of its devices."""
     device, num_devices = where.device, where.num_devices
-    dense_flops = 2.0 * rows * item.num_dense / num_devices
-    expert_flops = 2.0 * rows * item.num_experts_per_token * item.num_per_expert / num_devices
+    dense_flops = 2.0 * rows * (item.num_dense - item.num_copied) / num_devices + 2.0 * rows * item.num_copied
+    expert_flops = 2.0 * item.rows_worth(rows, num_devices) * item.num_per_expert
     dense_rate = device.measured_flops_per_s(rows)
     if dense_rate is None:
+        expert_format = item.expert_format if item.keeps_blocks(num_devices) else "bf16"
         flops_s = dense_flops / device.reached_flops_per_s(item.dense_format)
-        flops_s += expert_flops / device.reached_flops_per_s(item.expert_format)
+        flops_s += expert_flops / device.reached_flops_per_s(expert_format)
         return max(flops_s, item.read_bytes(rows, num_devices) / device.reached_bytes_per_s)
     if not expert_flops:
         return dense_flops / dense_rate
-    rows_per_expert = rows * item.num_experts_per_token / item.num_experts_read(rows)
+    rows_per_expert = item.rows_worth(rows, num_devices) / item.experts_worth(rows, num_devices)
     return dense_flops / dense_rate + expert_flops / (device.measured_flops_per_s(rows_per_expert) or dense_rate)
 
 
