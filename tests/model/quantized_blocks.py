@@ -20,6 +20,7 @@ _HALVES = {
     "Q5_1": {0: 1.0, 2: -15.5},
     "Q4_K": {0: 1.0, 2: 7.5},
     "Q6_K": {208: 1.0},
+    "MXFP4": {},
 }
 
 
@@ -33,6 +34,9 @@ def random_blocks(name: str, rows: int, columns: int, deviation: float, seed: in
     blocks = rng.integers(0, 256, (rows * columns // encoding.block_elements, encoding.block_bytes), dtype=np.uint8)
     scales = rng.uniform(0.5, 2.0, (len(blocks), 1))
     _set_halves(name, blocks, scales)
+    if name == "MXFP4":  # a byte stands for a power of two
+        blocks[:, 0] = np.round(127 + np.log2(deviation / 3 * scales[:, 0]))
+        return blocks.reshape(rows, -1)
     scales *= deviation / dequantized(name, blocks).std()
     _set_halves(name, blocks, scales)
     return blocks.reshape(rows, -1)

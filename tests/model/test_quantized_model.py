@@ -40,7 +40,7 @@ SHAPES = {
 # Every kept type, side by side with others, and with one that has to become floating-point (Q5_1).
 TYPES = [
     dict(zip(SHAPES, ("Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q4_K", "Q6_K"), strict=True)),
-    dict(zip(SHAPES, ("Q4_0", "Q8_0", "Q4_1", "Q8_0", "Q4_0", "Q4_1", "Q4_1"), strict=True)),
+    dict(zip(SHAPES, ("Q4_0", "Q8_0", "Q4_1", "MXFP4", "Q4_0", "Q4_1", "Q4_1"), strict=True)),
     dict(zip(SHAPES, ("Q5_1", "Q8_0", "Q5_1", "Q5_0", "Q5_1", "Q4_0", "Q8_0"), strict=True)),
 ]
 
@@ -194,7 +194,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, str], words: 
 def test_checkpoints_without_quantised_weights_are_refused(tmp_path: Path) -> None:
     directory = TinyModel().write(tmp_path / "directory")
     config = EngineConfig(model="m", quantization="int8")
-    with pytest.raises(ConfigError, match=r"directory are of type F32, none .* GGUF file of such a type \(Q4_0.*AWQ"):
+    with pytest.raises(ConfigError, match=r"directory are of type F32, .* GGUF file of such a type \(MXFP4, .*AWQ"):
         check_quantization(config, open_checkpoint(str(directory)))
     checkpoint = open_checkpoint(str(write_mixed_model(tmp_path / "model.gguf", is_tied=True)))
     check_quantization(config, checkpoint)

@@ -106,7 +106,7 @@ def test_all_ids_that_end_a_turn_are_kept_and_sampling_settings_read(tmp_path: P
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("llama.expert_count", 8, "mixture-of-experts"),
+        ("llama.expert_count", 8, "expert_count is 8, but no layer has experts"),
         ("llama.rope.dimension_count", 8, "8 of 16 dimensions"),
         ("llama.rope.scaling.type", "yarn", "'yarn'"),
         ("split.count", 3, "one part of several"),
@@ -124,6 +124,8 @@ def test_models_that_would_answer_wrongly_are_refused(tmp_path: Path, key: str, 
 def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'mamba' is not supported.*llama, qwen2"):
         open_checkpoint(str(write_gguf_model(tmp_path / "m.gguf", "mamba")))
+    with pytest.raises(CheckpointError, match=r"'deepseek2' is not supported in GGUF: latent attention"):
+        open_checkpoint(str(write_gguf_model(tmp_path / "m.gguf", "deepseek2")))
 
 
 def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:

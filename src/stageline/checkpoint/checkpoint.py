@@ -28,6 +28,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
         parts: of a quantised matrix, the tensors that say its numbers together ("numbers", "scales", "zeros",
             "groups"); then `encoding` is a word for people, and `num_bytes` is of all parts.
         quantization: how they say them.
+        becomes_float: it cannot stay quantised whatever its encoding, because what it is computed with cannot.
     """
 
     name: str
@@ -43,6 +44,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
     rope_permuted_dim: int = 0
     run_bytes: int = 0
     stride_bytes: int = 0
+    becomes_float: bool = False
 
     @property
     def num_elements(self) -> int:

@@ -35,13 +35,15 @@ ENCODINGS: dict[str, Encoding] = {
         Encoding("Q4_K", 256, 144),
         Encoding("Q5_K", 256, 176),
         Encoding("Q6_K", 256, 210),
+        Encoding("MXFP4", 32, 17),
     )
 }
 
 # GGML's types whose blocks integer products can work on, and the bytes of 32 numbers as they are packed for it in
-# memory: 4 or 8 bits a number, and one or two half-precision numbers. Q5_0's five bits and Q6_K's six take eight.
+# memory: 4 or 8 bits a number, and one or two half-precision numbers. Q5_0's five bits, Q6_K's six and MXFP4's
+# floating-point numbers take eight.
 PACKED_BLOCK_ELEMENTS = 32
-PACKED_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 20, "Q5_0": 34, "Q6_K": 36, "Q8_0": 34}
+PACKED_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q4_K": 20, "Q5_0": 34, "Q6_K": 36, "Q8_0": 34, "MXFP4": 34}
 
 DTYPE_OF_ENCODING = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 

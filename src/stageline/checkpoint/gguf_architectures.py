@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
+from stageline.checkpoint.architectures.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from stageline.checkpoint.fields import Fields
+from stageline.checkpoint.gguf_experts import GgufExperts, expert_parts
 from stageline.checkpoint.model_spec import ModelSpec, RopeSpec
 
 _SANDWICH_NORMS = {
@@ -33,12 +35,16 @@ class GgufArchitecture:
     family: as `ModelSpec.family`.
     has_rope_pairs: whether rows of q and k are stored with the two numbers of a rotated pair side by side.
     block_parts: a block's tensor names that mean something else than usual, or nothing in other architectures.
+    experts: of files that have a mixture of experts; None if there are no such files.
+    yarn_rounds_ramp: whether the ramp of YaRN begins and ends at whole frequencies; None if YaRN is not supported.
     refine: completes the shape.
     """
 
     family: str
     has_rope_pairs: bool = False
     block_parts: dict[str, str] = field(default_factory=dict)
+    experts: GgufExperts | None = None
+    yarn_rounds_ramp: bool | None = None
     refine: Callable[[Fields, ModelSpec], ModelSpec] = _as_it_is
 
 
@@ -60,6 +66,13 @@ def _gemma3(fields: Fields, spec: ModelSpec) -> ModelSpec:
     )
 
 
+def _gpt_oss(fields: Fields, spec: ModelSpec) -> ModelSpec:
+    has_window = [index % 2 == 0 for index in range(spec.num_layers)]
+    return replace(
+        spec, has_sinks=True, sliding_window=None, layer_windows=_windows(fields, "gpt-oss", has_window)
+    )
+
+
 def _gemma(spec: ModelSpec, largest_num_layers: int) -> ModelSpec:
     """Norm weights have their 1 in them already. Only the largest model scales by another size than head_dim."""
     is_largest = spec.num_layers == largest_num_layers
@@ -77,11 +90,50 @@ def _windows(fields: Fields, architecture: str, has_window: list[bool]) -> tuple
     return tuple(window if has else None for has in has_window)
 
 
+_QWEN_EXPERTS = expert_parts("mlp", "gate", "gate_proj", "up_proj", "down_proj")
+_QWEN_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MIXTRAL = GgufExperts(
+    "mixtral", expert_parts("block_sparse_moe", "gate", gate="w1", up="w3", down="w2"), is_optional=True
+)
+_QWEN2_MOE = GgufExperts(
+    "qwen2_moe", {**_QWEN_EXPERTS, **_QWEN_SHARED_EXPERT}, normalizes_weights=False, has_shared_gate=True
+)
+_GPT_OSS = GgufExperts(
+    "gpt_oss",
+    expert_parts("mlp", "router", "gate_proj", "up_proj", "down_proj"),
+    has_bias=True,
+    activation="clamped_swiglu",
+    swiglu_alpha=SWIGLU_ALPHA,
+    swiglu_limit=SWIGLU_LIMIT,
+)
+
 ARCHITECTURES: dict[str, GgufArchitecture] = {
-    "llama": GgufArchitecture("llama", has_rope_pairs=True),
+    "llama": GgufArchitecture("llama", has_rope_pairs=True, experts=_MIXTRAL),
     "qwen2": GgufArchitecture("llama"),
     "qwen3": GgufArchitecture("qwen3", block_parts=_QUERY_KEY_NORMS),
     "gemma2": GgufArchitecture("gemma2", block_parts=_SANDWICH_NORMS, refine=_gemma2),
     "gemma3": GgufArchitecture("gemma3", block_parts={**_SANDWICH_NORMS, **_QUERY_KEY_NORMS}, refine=_gemma3),
+    "qwen2moe": GgufArchitecture("qwen2_moe", experts=_QWEN2_MOE),
+    "qwen3moe": GgufArchitecture(
+        "qwen3_moe", block_parts=_QUERY_KEY_NORMS, experts=GgufExperts("qwen3_moe", _QWEN_EXPERTS)
+    ),
+    "gpt-oss": GgufArchitecture(
+        "gpt_oss",
+        block_parts={"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},
+        refine=_gpt_oss,
+        experts=_GPT_OSS,
+        yarn_rounds_ramp=False,
+    ),
 }
 """By the name under `general.architecture`."""
+
+NOT_SUPPORTED = {
+    "deepseek2": "latent attention is not read from GGUF files; give the model's directory with safetensors",
+    "glm4moe": "GLM-4's mixture of experts is not supported",
+}
+"""Architectures that one may well ask for, and why they are refused."""

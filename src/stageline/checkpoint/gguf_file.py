@@ -6,11 +6,13 @@ import re
 import struct
 from pathlib import Path
 
+from stageline.checkpoint.architectures.common import yarn_magnitude
 from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
 from stageline.checkpoint.encodings import DTYPE_OF_ENCODING
 from stageline.checkpoint.fields import Fields
-from stageline.checkpoint.gguf_architectures import ARCHITECTURES, GgufArchitecture
+from stageline.checkpoint.gguf_architectures import ARCHITECTURES, NOT_SUPPORTED, GgufArchitecture
 from stageline.checkpoint.gguf_container import GgufFile, GgufTensor, read_gguf
+from stageline.checkpoint.gguf_experts import EACH, add_experts, one_entry_each, with_whole_experts
 from stageline.checkpoint.hf_config import check_spec
 from stageline.checkpoint.model_spec import ModelSpec, RopeSpec
 from stageline.errors import CheckpointError
@@ -31,7 +33,10 @@ _BLOCK_PARTS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_BLOCK_NAME = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
+# Files of the first months have a tensor for each expert, whose number stands behind the part.
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.([a-z_]+)(?:\.(\d+))?\.(weight|bias)")
+_WITHOUT_SUFFIX = ("self_attn.sinks",)
+_ROUTER_PART = "ffn_gate_inp"
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 LARGEST_HEAD_DIM = 65536
 
@@ -42,39 +47,59 @@ def open_gguf_file(path: Path) -> Checkpoint:
     fields = Fields(gguf.metadata, str(path))
     architecture = fields.string("general.architecture")
     if architecture not in ARCHITECTURES:
+        reason = f": {NOT_SUPPORTED[architecture]}" if architecture in NOT_SUPPORTED else ""
         raise CheckpointError(
-            f"{path}: architecture {architecture!r} is not supported in GGUF; supported are {', '.join(ARCHITECTURES)}"
+            f"{path}: architecture {architecture!r} is not supported in GGUF{reason}; supported are "
+            f"{', '.join(ARCHITECTURES)}"
         )
     if fields.integer("split.count", default=1, lowest=0) > 1:
         raise CheckpointError(f"{path} is one part of several; join them with `llama-gguf-split --merge` first")
     kind = ARCHITECTURES[architecture]
-    spec = kind.refine(fields, _spec(gguf, fields, architecture, kind.family))
+    spec = kind.refine(fields, _spec(gguf, fields, architecture, kind))
     check_spec(spec, str(path))
-    tensors = [_entry(gguf, tensor, spec, kind) for tensor in gguf.tensors if tensor.name != _ROPE_FREQUENCIES]
-    return Checkpoint(path=str(path), spec=spec, tensors={entry.name: entry for entry in tensors})
+    entries: list[TensorEntry] = []
+    for tensor in gguf.tensors:
+        if tensor.name != _ROPE_FREQUENCIES:
+            entries += _entries(gguf, tensor, spec, kind)
+    if spec.moe is not None:
+        entries = with_whole_experts(entries)
+    return Checkpoint(path=str(path), spec=spec, tensors={entry.name: entry for entry in entries})
 
 
-def hugging_face_name(stored_name: str, kind: GgufArchitecture) -> str | None:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for a name the architecture lacks."""
+def hugging_face_name(stored_name: str, kind: GgufArchitecture, has_experts: bool) -> str | None:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; None for a name the architecture lacks.
+
+    Returns: with EACH in it of a tensor that holds one matrix for each expert.
+    """
     if stored_name in _TOP_LEVEL:
         return _TOP_LEVEL[stored_name]
     match = _BLOCK_NAME.fullmatch(stored_name)
-    part = None if match is None else kind.block_parts.get(match[2], _BLOCK_PARTS.get(match[2]))
-    return None if match is None or part is None else f"model.layers.{int(match[1])}.{part}.{match[3]}"
+    if match is None:
+        return None
+    layer, stored_part, expert, suffix = match.groups()
+    of_experts = kind.experts.parts if kind.experts is not None and has_experts else {}
+    if expert is None:
+        part = of_experts.get(stored_part) or kind.block_parts.get(stored_part) or _BLOCK_PARTS.get(stored_part)
+    else:
+        part = of_experts.get(f"{stored_part}_exps")
+        part = None if part is None else part.replace(EACH, str(int(expert)))
+    if part is None:
+        return None
+    return f"model.layers.{int(layer)}.{part}" + ("" if part in _WITHOUT_SUFFIX else f".{suffix}")
 
 
-def _spec(gguf: GgufFile, fields: Fields, architecture: str, family: str) -> ModelSpec:
+def _spec(gguf: GgufFile, fields: Fields, architecture: str, kind: GgufArchitecture) -> ModelSpec:
     shapes = {tensor.name: tensor.shape for tensor in gguf.tensors}
     embedding = shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         raise CheckpointError(f"{gguf.path}: tensor token_embd.weight is missing or not two-dimensional ({embedding})")
-    if fields.integer(f"{architecture}.expert_count", default=0, lowest=0):
-        raise CheckpointError(f"{gguf.path}: mixture-of-experts models are not supported (expert_count is above 0)")
+    if kind.experts is None and fields.integer(f"{architecture}.expert_count", default=0, lowest=0):
+        raise CheckpointError(f"{gguf.path}: {architecture} models with experts (expert_count) are not supported")
     hidden_size = fields.integer(f"{architecture}.embedding_length")
     num_heads = fields.integer(f"{architecture}.attention.head_count")
     head_dim = fields.integer(f"{architecture}.attention.key_length", default=max(1, hidden_size // num_heads))
-    return ModelSpec(
-        family=family,
+    spec = ModelSpec(
+        family=kind.family,
         num_layers=fields.integer(f"{architecture}.block_count"),
         hidden_size=hidden_size,
         num_heads=num_heads,
@@ -84,7 +109,7 @@ def _spec(gguf: GgufFile, fields: Fields, architecture: str, family: str) -> Mod
         vocab_size=embedding[0],
         max_position_embeddings=fields.integer(f"{architecture}.context_length"),
         rms_norm_eps=_as_written(fields.number(f"{architecture}.attention.layer_norm_rms_epsilon")),
-        rope=_rope(gguf, fields, architecture, head_dim),
+        rope=_rope(gguf, fields, architecture, head_dim, kind.yarn_rounds_ramp),
         tie_word_embeddings="output.weight" not in shapes,
         attention_bias="blk.0.attn_q.bias" in shapes,
         attention_output_bias="blk.0.attn_output.bias" in shapes,
@@ -94,6 +119,7 @@ def _spec(gguf: GgufFile, fields: Fields, architecture: str, family: str) -> Mod
         bos_token_id=next(iter(fields.token_ids("tokenizer.ggml.bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields),
     )
+    return spec if kind.experts is None else add_experts(gguf, fields, architecture, spec, kind.experts)
 
 
 def _as_written(value: float) -> float:
@@ -105,18 +131,34 @@ def _as_written(value: float) -> float:
     return value
 
 
-def _rope(gguf: GgufFile, fields: Fields, architecture: str, head_dim: int) -> RopeSpec:
+def _rope(
+    gguf: GgufFile, fields: Fields, architecture: str, head_dim: int, yarn_rounds_ramp: bool | None
+) -> RopeSpec:
     rotary_dim = fields.integer(f"{architecture}.rope.dimension_count", default=head_dim)
     if rotary_dim != head_dim:
         raise CheckpointError(f"{gguf.path}: only {rotary_dim} of {head_dim} dimensions rotate, which is not supported")
     theta = _as_written(fields.number(f"{architecture}.rope.freq_base", default=10000.0))
     kind = fields.string(f"{architecture}.rope.scaling.type", default="none")
-    if kind not in ("none", "linear"):
-        raise CheckpointError(f"{gguf.path}: rope scaling {kind!r} is not supported; supported are none, linear")
+    supported = ["none", "linear"] + ["yarn"] * (yarn_rounds_ramp is not None)
+    if kind not in supported:
+        raise CheckpointError(
+            f"{gguf.path}: rope scaling {kind!r} is not supported; supported are {', '.join(supported)}"
+        )
     divisors = _frequency_divisors(gguf, head_dim)
     if kind == "none":
         return RopeSpec(theta=theta, frequency_divisors=divisors)
     factor = fields.number(f"{architecture}.rope.scaling.factor")
+    if kind == "yarn":
+        return RopeSpec(
+            theta=theta,
+            kind=kind,
+            factor=factor,
+            original_max_position_embeddings=fields.integer(f"{architecture}.rope.scaling.original_context_length"),
+            magnitude=yarn_magnitude(factor, 1.0),
+            beta_fast=_as_written(fields.number(f"{architecture}.rope.scaling.yarn_beta_fast", default=32.0)),
+            beta_slow=_as_written(fields.number(f"{architecture}.rope.scaling.yarn_beta_slow", default=1.0)),
+            rounds_ramp=bool(yarn_rounds_ramp),
+        )
     return RopeSpec(theta=theta, kind="linear", factor=factor, frequency_divisors=divisors)
 
 
@@ -139,8 +181,10 @@ def _frequency_divisors(gguf: GgufFile, head_dim: int) -> tuple[float, ...]:
 
 
 def _dtype(gguf: GgufFile) -> str:
-    """The dtype of the matrices if they are plain floats; quantised models compute in bfloat16."""
-    encodings = {tensor.encoding for tensor in gguf.tensors if len(tensor.shape) == 2}
+    """The dtype of the matrices, but for routers, if they are plain floats; quantised models compute in bfloat16."""
+    encodings = {
+        tensor.encoding for tensor in gguf.tensors if len(tensor.shape) > 1 and f".{_ROUTER_PART}" not in tensor.name
+    }
     return DTYPE_OF_ENCODING.get(encodings.pop(), "bfloat16") if len(encodings) == 1 else "bfloat16"
 
 
@@ -149,8 +193,8 @@ def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for key in keys for i in fields.token_ids(f"tokenizer.ggml.{key}")))
 
 
-def _entry(gguf: GgufFile, tensor: GgufTensor, spec: ModelSpec, kind: GgufArchitecture) -> TensorEntry:
-    name = hugging_face_name(tensor.name, kind)
+def _entries(gguf: GgufFile, tensor: GgufTensor, spec: ModelSpec, kind: GgufArchitecture) -> list[TensorEntry]:
+    name = hugging_face_name(tensor.name, kind, spec.moe is not None)
     if name is None:
         raise CheckpointError(
             f"{gguf.path}: tensor {tensor.name} belongs to no {spec.family} model that is supported; running without "
@@ -160,13 +204,15 @@ def _entry(gguf: GgufFile, tensor: GgufTensor, spec: ModelSpec, kind: GgufArchit
     if kind.has_rope_pairs:
         heads_of = {".self_attn.q_proj.": spec.num_heads, ".self_attn.k_proj.": spec.num_kv_heads}
         permuted_heads = next((heads for part, heads in heads_of.items() if part in name), 0)
-    return TensorEntry(
+    is_gate = name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1
+    entry = TensorEntry(
         name=name,
         file=str(gguf.path),
         offset_bytes=tensor.offset_bytes,
         num_bytes=tensor.num_bytes,
-        shape=tensor.shape,
+        shape=(1, *tensor.shape) if is_gate else tensor.shape,
         encoding=tensor.encoding,
         stored_name=tensor.name,
         rope_permuted_heads=permuted_heads,
     )
+    return [entry] if spec.moe is None or EACH not in name else one_entry_each(entry, spec.moe.num_experts)

@@ -55,6 +55,7 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
         has_shared_gate: whether a sigmoid gate weights that MLP's output.
         dense_layers: indices of layers that have an ordinary MLP of the model's `intermediate_size`.
         has_bias: router, gate, up and down have biases.
+        is_packed: whether files hold all experts' matrices in one tensor, transposed, with gate and up in turn.
         activation: "silu", or "clamped_swiglu" (gpt-oss): with gate at most `swiglu_limit` and up within ± that,
             gate * sigmoid(swiglu_alpha * gate) * (up + 1).
         is_dealt: whether ranks that share the layer have whole experts, equally many each, as the operator may ask;
@@ -76,6 +77,7 @@ class MoeSpec(msgspec.Struct, frozen=True, kw_only=True):
     dense_layers: tuple[int, ...] = ()
     group_score_experts: int = 1
     has_bias: bool = False
+    is_packed: bool = False
     activation: str = "silu"
     swiglu_alpha: float = 0.0
     swiglu_limit: float = 0.0

@@ -24,8 +24,8 @@ def stage_tensor_names(checkpoint: Checkpoint, layers: range, is_first: bool, is
         prefixes.append(EMBEDDING)
     if is_last:
         prefixes += [FINAL_NORM, EMBEDDING if checkpoint.spec.tie_word_embeddings else LM_HEAD]
-    wanted = set(prefixes)
-    return [name for name in checkpoint.tensors if _prefix(name) in wanted]
+    wanted = tuple(prefixes)
+    return [name for name in checkpoint.tensors if name.startswith(wanted)]
 
 
 def stage_weight_bytes(
@@ -66,7 +66,8 @@ def _share_of_first_rank(checkpoint: Checkpoint, num_ranks: int) -> Callable[[Te
 
 def can_stay_quantized(entry: TensorEntry) -> bool:
     """Whether the tensor is a matrix, or those of all experts, that integer products can work on as it is."""
-    return (len(entry.shape) == 2 or bool(entry.parts)) and _packed_block_bytes(entry) is not None
+    is_matrix = len(entry.shape) == 2 or bool(entry.parts)
+    return is_matrix and not entry.becomes_float and _packed_block_bytes(entry) is not None
 
 
 def packed_bytes(entry: TensorEntry) -> int:
@@ -87,11 +88,3 @@ def stage_file_bytes(
     names = stage_tensor_names(checkpoint, layers, is_first, is_last)
     share = _share_of_first_rank(checkpoint, num_ranks)
     return sum(share(checkpoint.tensors[name], checkpoint.tensors[name].num_bytes) for name in names)
-
-
-def _prefix(name: str) -> str:
-    """`model.layers.3.mlp.up_proj.weight` -> `model.layers.3.`; `lm_head.weight` -> `lm_head.`."""
-    parts = name.split(".")
-    if name.startswith("model.layers."):
-        return ".".join(parts[:3]) + "."
-    return ".".join(parts[:-1]) + "."

@@ -47,8 +47,9 @@ def read_moe(reader: WeightReader, spec: ModelSpec, prefix: str, names: ExpertNa
     if names.shared_gate is not None:
         gate = Router(reader.read(f"{prefix}.{names.shared_gate}.weight", (1, hidden)))
     weight = reader.read(f"{router}.weight", (moe.num_experts, hidden))
+    router_bias = reader.read(f"{router}.bias", (moe.num_experts,)) if moe.has_bias else None
     experts = _read_each(reader, moe, hidden, f"{prefix}.experts", names)
-    return MoeMLP(moe, Router(weight), experts, bias, shared, gate)
+    return MoeMLP(moe, Router(weight, router_bias), experts, bias, shared, gate)
 
 
 def read_shared_mlp(reader: WeightReader, spec: ModelSpec, prefix: str, size: int) -> LlamaMLP:
@@ -67,7 +68,12 @@ def _read_each(
             reader.read_matrix(f"{prefix}.{index}.{name}.weight", shape)
             for name, shape in ((names.gate, (size, hidden)), (names.up, (size, hidden)), (names.down, (hidden, size)))
         )
-        yield _expert(gate, up, down)
+        gate_up_bias = down_bias = None
+        if moe.has_bias:
+            of_both = [reader.read(f"{prefix}.{index}.{name}.bias", (size,)) for name in (names.gate, names.up)]
+            gate_up_bias = torch.cat(of_both)
+            down_bias = reader.read(f"{prefix}.{index}.{names.down}.bias", (hidden,))
+        yield _expert(gate, up, down, gate_up_bias, down_bias)
 
 
 def _expert(

@@ -96,6 +96,17 @@ def q6_k(blocks: torch.Tensor) -> torch.Tensor:
     return (scales.unsqueeze(-1) * quants).flatten(1)
 
 
+# Twice the numbers that four bits stand for, and half the power of two that a byte stands for.
+_DOUBLED_FP4 = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
+HALVED_POWERS = torch.tensor([2.0 ** (exponent - 128) for exponent in range(256)], dtype=torch.float32)
+
+
+def mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """exponent e; nibbles qs[32], each a sign, two bits of exponent and one of mantissa."""
+    numbers = _DOUBLED_FP4[nibbles(blocks[:, 1:]).flatten(1).long()]
+    return HALVED_POWERS[blocks[:, :1].long()] * numbers
+
+
 # Each takes uint8 [blocks, block_bytes] and gives float32 [blocks, block_elements].
 BLOCK_DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q8_0": q8_0,
@@ -106,6 +117,7 @@ BLOCK_DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Q4_K": q4_k,
     "Q5_K": q5_k,
     "Q6_K": q6_k,
+    "MXFP4": mxfp4,
 }
 FLOAT_DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

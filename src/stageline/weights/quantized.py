@@ -14,7 +14,7 @@ import torch
 from stageline.checkpoint.encodings import ENCODINGS
 from stageline.kernels.huge_pages import HugePages
 from stageline.kernels.quantized import BLOCK, Kind, QuantizedMatrix
-from stageline.weights.ggml_types import half_at, k_scales, nibbles, q5_0_numbers, q6_k_numbers
+from stageline.weights.ggml_types import HALVED_POWERS, half_at, k_scales, nibbles, q5_0_numbers, q6_k_numbers
 
 # Rows are packed by this many, so that the unpacked numbers stay in the cache; a multiple of a panel's 64 rows.
 _ROWS_AT_ONCE = 128
@@ -58,6 +58,21 @@ def _q6_k(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q6_k_numbers(blocks).flatten(1) + (128 - 32), scales
 
 
+# From the four bits of an MXFP4 number to twice what it stands for, around 128.
+_FP4_BYTES = torch.tensor(
+    [128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116], dtype=torch.uint8
+)
+
+
+def _mxfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A power of two that half precision lacks counts as infinite, but for blocks of zeros."""
+    numbers = nibbles(blocks[:, 1:]).flatten(1)
+    scales = HALVED_POWERS[blocks[:, :1].long()]
+    scales = scales.where(scales.half().float() == scales, torch.inf)
+    scales = scales.where((numbers & 7 != 0).any(dim=1, keepdim=True), 0.0)
+    return _FP4_BYTES[numbers.long()], scales
+
+
 PACKED_ENCODINGS: dict[str, PackedEncoding] = {
     "Q4_0": PackedEncoding(Kind.FOUR_BITS, _q4_0),
     "Q4_1": PackedEncoding(Kind.FOUR_BITS_MINIMUM, _q4_1),
@@ -65,12 +80,13 @@ PACKED_ENCODINGS: dict[str, PackedEncoding] = {
     "Q5_0": PackedEncoding(Kind.EIGHT_BITS, _q5_0),
     "Q8_0": PackedEncoding(Kind.EIGHT_BITS, _q8_0),
     "Q6_K": PackedEncoding(Kind.EIGHT_BITS_HALVES, _q6_k),
+    "MXFP4": PackedEncoding(Kind.EIGHT_BITS, _mxfp4),
 }
 
 
 def pack_matrix(data: torch.Tensor, encoding: str, memory: HugePages) -> QuantizedMatrix | None:
     """Args: data: uint8 [rows, bytes of a row]. encoding: one of PACKED_ENCODINGS. memory: where the matrix will lie.
-    Returns: the matrix; None if a scale is beyond float16, as a product of two numbers may be.
+    Returns: the matrix; None if float16 cannot hold a scale, as a product of two numbers may be too large.
     """
     packed, stored = PACKED_ENCODINGS[encoding], ENCODINGS[encoding]
     num_rows, row_bytes = data.shape

@@ -184,9 +184,9 @@ def _yarn(fields: Fields, rope: Fields, theta: float, rotary_dim: int) -> RopeSp
     original = rope.integer("original_max_position_embeddings", default=fields.integer("max_position_embeddings"))
     factor = rope.number("factor", default=fields.integer("max_position_embeddings") / original)
     mscale, all_dim = rope.raw("mscale"), rope.raw("mscale_all_dim")
-    magnitude = _yarn_magnitude(factor, 1.0)
+    magnitude = yarn_magnitude(factor, 1.0)
     if mscale and all_dim:
-        magnitude = _yarn_magnitude(factor, rope.number("mscale")) / _yarn_magnitude(
+        magnitude = yarn_magnitude(factor, rope.number("mscale")) / yarn_magnitude(
             factor, rope.number("mscale_all_dim")
         )
     return RopeSpec(
@@ -202,7 +202,7 @@ def _yarn(fields: Fields, rope: Fields, theta: float, rotary_dim: int) -> RopeSp
     )
 
 
-def _yarn_magnitude(factor: float, mscale: float) -> float:
+def yarn_magnitude(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -42,7 +42,7 @@ def _mixtral(fields: Fields) -> ModelSpec:
         intermediate_size=spec.intermediate_size,
     )
     spec = with_windows(spec, fields, fields.optional_integer("sliding_window"), [True] * spec.num_layers)
-    return _with_experts(spec, fields, moe)
+    return with_experts(spec, fields, moe)
 
 
 def _qwen2_moe(fields: Fields) -> ModelSpec:
@@ -57,7 +57,7 @@ def _qwen2_moe(fields: Fields) -> ModelSpec:
     window = fields.optional_integer("sliding_window") if has_windows else None
     num_with_window = fields.integer("max_window_layers", default=spec.num_layers, lowest=0)
     kinds = [index % 2 == 0 and index < num_with_window for index in range(spec.num_layers)]
-    return _with_experts(with_windows(spec, fields, window, kinds), fields, moe)
+    return with_experts(with_windows(spec, fields, window, kinds), fields, moe)
 
 
 def _qwen3_moe(fields: Fields) -> ModelSpec:
@@ -67,7 +67,7 @@ def _qwen3_moe(fields: Fields) -> ModelSpec:
     has_windows = fields.boolean("use_sliding_window", False)
     window = fields.optional_integer("sliding_window") if has_windows else None
     spec = with_windows(spec, fields, window, [True] * spec.num_layers)
-    return _with_experts(spec, fields, _qwen_experts(fields, spec.num_layers))
+    return with_experts(spec, fields, _qwen_experts(fields, spec.num_layers))
 
 
 def _qwen_experts(fields: Fields, num_layers: int) -> MoeSpec:
@@ -101,7 +101,7 @@ def _deepseek_v2(fields: Fields) -> ModelSpec:
         num_groups=fields.integer("n_group") if is_grouped else 1,
         num_groups_per_token=fields.integer("topk_group") if is_grouped else 1,
     )
-    return _with_experts(_latent_attention(fields, "deepseek"), fields, moe)
+    return with_experts(_latent_attention(fields, "deepseek"), fields, moe)
 
 
 def _deepseek_v3(fields: Fields) -> ModelSpec:
@@ -117,7 +117,7 @@ def _deepseek_v3(fields: Fields) -> ModelSpec:
         group_score_experts=2,
         has_selection_bias=True,
     )
-    return _with_experts(_latent_attention(fields, "deepseek"), fields, moe)
+    return with_experts(_latent_attention(fields, "deepseek"), fields, moe)
 
 
 def _deepseek_experts(fields: Fields) -> MoeSpec:
@@ -191,13 +191,14 @@ def _gpt_oss(fields: Fields) -> ModelSpec:
         num_experts_per_token=fields.integer("num_experts_per_tok", default=fields.integer("experts_per_token", 4)),
         intermediate_size=spec.intermediate_size,
         has_bias=True,
+        is_packed=True,
         activation="clamped_swiglu",
         swiglu_alpha=fields.number("swiglu_alpha", default=SWIGLU_ALPHA),
         swiglu_limit=fields.number("swiglu_limit", default=SWIGLU_LIMIT),
     )
     window = fields.integer("sliding_window", default=GPT_OSS_WINDOW)
     spec = with_windows(spec, fields, window, [index % 2 == 0 for index in range(spec.num_layers)])
-    return _with_experts(spec, fields, moe)
+    return with_experts(spec, fields, moe)
 
 
 def _num_experts(fields: Fields, *keys: str) -> int:
@@ -213,7 +214,7 @@ def _refuse_other_value(fields: Fields, key: str, supported: str) -> None:
         )
 
 
-def _with_experts(spec: ModelSpec, fields: Fields, moe: MoeSpec) -> ModelSpec:
+def with_experts(spec: ModelSpec, fields: Fields, moe: MoeSpec) -> ModelSpec:
     """Raises: CheckpointError if the numbers of experts and groups do not fit together."""
     if moe.num_experts > LARGEST_NUM_EXPERTS:
         raise CheckpointError(

@@ -1,0 +1,125 @@
+"""A GGUF file with experts answers as `transformers` does, in stages and by ranks; each reads its own experts only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from stageline.checkpoint import open_checkpoint, stage_file_bytes, stage_weight_bytes
+from stageline.checkpoint.stage_tensors import can_stay_quantized, packed_bytes
+from stageline.checkpoint.tensor_shards import as_shared
+from stageline.errors import CheckpointError
+from stageline.kernels.quantized import QuantizedMatrix
+from stageline.weights.reader import CheckpointReader
+from tests.model.chain import CPU, PROMPTS, Chain, cut, logits_in_mixed_batches
+from tests.model.family_reference import CUTS, References, assert_near
+from tests.model.gguf_expert_files import MODELS, Types, write_file
+from tests.model.ranks_under_test import SharedChain
+
+QUANTIZED = {
+    "llama": [Types("Q8_0"), Types("Q4_0"), Types("F16")],
+    "qwen2moe": [Types("Q4_0", {"ffn_down": "Q8_0"})],
+    "qwen3moe": [Types("Q8_0", {"ffn_gate_exps": "Q4_0", "ffn_up_exps": "Q4_0"})],
+    "gpt-oss": [Types("Q8_0", {"ffn_gate_exps": "MXFP4", "ffn_up_exps": "MXFP4", "ffn_down_exps": "MXFP4"})],
+}
+EVERY_TYPE = [(name, types) for name, all_types in QUANTIZED.items() for types in all_types]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References({name: model.tiny for name, model in MODELS.items()}, tmp_path_factory)
+
+
+@pytest.fixture
+def written(tmp_path: Path, reference: References) -> Callable[[str, Types], Path]:
+    def write(architecture: str, types: Types) -> Path:
+        name = f"{types.usual}-{types.as_numbers}.gguf"
+        return write_file(reference(architecture).path, tmp_path / name, architecture, types)
+
+    return write
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_logits_are_those_of_transformers(
+    architecture: str, reference: References, written: Callable[[str, Types], Path]
+) -> None:
+    expected, path = reference(architecture), written(architecture, Types())
+    chain = Chain(path, CUTS[1])
+    one_stage = logits_in_mixed_batches(chain)
+    two_stages = logits_in_mixed_batches(Chain(path, CUTS[2]))
+    for number in PROMPTS:
+        assert_near(one_stage[number], expected.logits[number])
+        assert torch.equal(two_stages[number], one_stage[number])
+    assert chain.num_bytes_read == sum(entry.num_bytes for entry in open_checkpoint(str(path)).tensors.values())
+    for deals_experts in (False, True):
+        shared = SharedChain(path, cut(1, 3), [1, 2], deals_experts=deals_experts)
+        found = logits_in_mixed_batches(shared)
+        for number in PROMPTS:
+            assert_near(found[number], expected.logits[number])
+        opened = as_shared(open_checkpoint(str(path)), deals_experts)
+        counted = stage_file_bytes(opened, range(1, 4), False, True, num_ranks=2)
+        assert shared.num_bytes_read[1][0] == counted
+        assert counted < 0.6 * stage_file_bytes(opened, range(1, 4), False, True)
+
+
+@pytest.mark.parametrize(("architecture", "types"), EVERY_TYPE)
+def test_quantised_files_answer_like_what_their_numbers_stand_for(
+    architecture: str, types: Types, written: Callable[[str, Types], Path]
+) -> None:
+    path = written(architecture, types)
+    numbers = written(architecture, Types(types.usual, types.special, as_numbers=True))
+    exact = logits_in_mixed_batches(Chain(numbers, cut(4)))
+    found = logits_in_mixed_batches(Chain(path, cut(1, 3)))
+    assert all(torch.equal(found[number], exact[number]) for number in PROMPTS)
+    if types.usual == "F16":
+        assert open_checkpoint(str(path)).spec.dtype == "float16"
+        return
+    # Rounding what is multiplied to eight bits makes some tokens choose another expert, which later ones then see; a
+    # wrong matrix would leave none near.
+    for ranks, deals_experts in ((1, False), (2, False), (2, True)):
+        kept = SharedChain(path, cut(4), [ranks], keeps_quantized=True, deals_experts=deals_experts)
+        rounded = logits_in_mixed_batches(kept)
+        errors = [(rounded[n] - exact[n]).norm(dim=-1) / exact[n].norm(dim=-1) for n in PROMPTS]
+        assert 1e-4 < torch.cat(errors).quantile(0.25) < 0.06, (ranks, deals_experts)
+
+
+def test_experts_stay_quantised_as_a_whole_and_memory_counts_it(written: Callable[[str, Types], Path]) -> None:
+    """One layer's experts cannot stay as they are, because one matrix of each cannot."""
+    path = written("qwen2moe", Types("Q8_0", {"ffn_up_exps": "Q5_1"}))
+    checkpoint = open_checkpoint(str(path))
+    experts = [entry for entry in checkpoint.tensors.values() if ".experts." in entry.name]
+    assert len(experts) == 3 * 6 * 3
+    assert not any(can_stay_quantized(entry) for entry in experts)
+    num_bytes = 0
+    with CheckpointReader(checkpoint, torch.bfloat16, CPU, keeps_quantized=True) as reader:
+        for name, entry in checkpoint.tensors.items():
+            read = reader.read_matrix if len(entry.shape) == 2 else reader.read
+            weight = read(name, entry.shape)  # type: ignore[arg-type]
+            num_bytes += packed_bytes(entry) if isinstance(weight, QuantizedMatrix) else 2 * weight.numel()
+    assert num_bytes == stage_weight_bytes(checkpoint, range(4), True, True, 2, keeps_quantized=True)
+    chain = Chain(path, cut(4), torch.bfloat16, keeps_quantized=True)
+    assert logits_in_mixed_batches(chain)[0].isfinite().all()
+
+
+def test_files_with_a_tensor_for_each_expert_are_read_too(
+    reference: References, written: Callable[[str, Types], Path]
+) -> None:
+    path = written("llama", Types(one_by_one=True))
+    found = logits_in_mixed_batches(SharedChain(path, cut(4), [2], deals_experts=True))
+    for number in PROMPTS:
+        assert_near(found[number], reference("llama").logits[number])
+
+
+def test_stacks_of_another_number_of_experts_are_refused(
+    written: Callable[[str, Types], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS["qwen3moe"].metadata, "expert_count", 5)
+    with pytest.raises(CheckpointError, match=r"ffn_\w+_exps.weight has shape \[6, (64, 96|96, 64)\].* needs 5"):
+        open_checkpoint(str(written("qwen3moe", Types())))
+    monkeypatch.setitem(MODELS["qwen3moe"].metadata, "expert_count", 6)
+    monkeypatch.setitem(MODELS["qwen3moe"].metadata, "expert_feed_forward_length", 80)
+    with pytest.raises(CheckpointError, match=r"expert_feed_forward_length is 80, .* experts of 64"):
+        open_checkpoint(str(written("qwen3moe", Types())))
