@@ -67,3 +67,11 @@ def test_a_model_that_cannot_be_run_is_refused_and_leaves_nothing(model: Path) -
     with pytest.raises(ConfigError, match=r"cannot be measured here.*abacus"):
         calibrate_host(EngineConfig(model=str(model)), spec, point_s=0.0)
     assert children() - before == set()
+
+
+def test_a_model_of_one_layer_is_refused_before_anything_starts(model: Path) -> None:
+    spec = msgspec.structs.replace(open_checkpoint(str(model)).spec, num_layers=1)
+    steps: list[str] = []
+    with pytest.raises(ConfigError, match="one layer makes no pipeline; calibrate with one of two or more"):
+        calibrate_host(EngineConfig(model=str(model)), spec, steps.append, point_s=0.0)
+    assert steps == []
