@@ -74,7 +74,7 @@ def busiest_draws(num_drawn: int, num_slots: int, num_ranks: int) -> float:
     largest = least = math.ceil(mean)
     missing = 0.0
     while largest < min(own_slots, num_drawn):
-        not_more = _power(counts[: largest + 1], num_ranks, num_drawn)[num_drawn] / all_slots
+        not_more = float(_power(counts[: largest + 1], num_ranks, num_drawn)[num_drawn] / all_slots)
         if (more := 1.0 - not_more) < _NEGLIGIBLE:
             break
         missing += more

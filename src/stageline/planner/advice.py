@@ -13,6 +13,8 @@ from stageline.cost.hardware import Link
 from stageline.cost.ring import Ring, pipeline_beats_sharding
 from stageline.cost.speculation import accepted_tokens, pipelined_tpot, synchronous_tpot
 
+_MATTERS_FRACTION = 0.01
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -109,6 +111,55 @@ def advise_pipeline_or_sharding(
         f"2 x {num_layers} all-reduces of {all_reduce_time_s * 1e6:.1f} µs = {reduces_s * 1e3:.2f} ms {sign} "
         f"{weights_s * 1e3:.2f} ms of reading weights x (1 - 1/{num_devices}) = {saved_s * 1e3:.2f} ms: one request "
         f"decodes faster on {name}",
+    )
+
+
+@dataclass(frozen=True)
+class ExpertShares:
+    """What the busiest device does of a layer's experts, for one microbatch of decodes.
+
+    Args:
+        num_hit: of the `num_experts`, those that some row takes.
+        worth_in_parts, worth_dealt: whole experts' weights that a device reads, with a part of every expert and with
+            whole ones.
+        expert_size: inner numbers of an expert.
+        are_parts_blocks: whether a device's part is whole blocks that share a scale, or is kept in 16 bits.
+    """
+
+    num_rows: int
+    num_devices: int
+    num_experts: int
+    num_hit: float
+    worth_in_parts: float
+    worth_dealt: float
+    expert_size: int
+    are_parts_blocks: bool
+
+
+def advise_experts(
+    layout: str, is_dealt: bool, tokens_per_s: float, other_tokens_per_s: float | None, why_not: str,
+    shares: ExpertShares,
+) -> Advice | None:
+    """Whether whole experts or a part of each; None if it matters less than a hundredth.
+
+    Args:
+        other_tokens_per_s: the other way; None if it cannot be, and `why_not` says why.
+    """
+    if other_tokens_per_s is not None and abs(other_tokens_per_s / tokens_per_s - 1) < _MATTERS_FRACTION:
+        return None
+    chosen = "--enable-expert-parallel" if is_dealt else "parts of every expert"
+    if other_tokens_per_s is None:
+        return Advice("experts whole or in parts", f"{layout} has {chosen}, for the other way cannot be: {why_not}")
+    each, of = shares.worth_in_parts, f"{shares.num_hit:.1f} of {shares.num_experts} experts"
+    size = f"{shares.expert_size:,} / {shares.num_devices}"
+    blocks = "" if shares.are_parts_blocks else f", in 16 bits, for {size} numbers are no whole blocks"
+    dealt, in_parts = (tokens_per_s, other_tokens_per_s) if is_dealt else (other_tokens_per_s, tokens_per_s)
+    return Advice(
+        "experts whole or in parts",
+        f"{shares.num_rows} rows take {of}: in parts a device reads {shares.num_hit:.1f} / {shares.num_devices} = "
+        f"{each:.2f} experts' worth{blocks}; dealt the busiest reads {shares.worth_dealt:.2f}, "
+        f"{shares.worth_dealt / each:.2f} times as many: {layout} makes {in_parts:,.0f} tokens/s in parts and "
+        f"{dealt:,.0f} dealt, so {chosen}",
     )
 
 

@@ -14,9 +14,11 @@ from stageline.cost.stage_time import MicrobatchShape
 from stageline.errors import ConfigError
 from stageline.planner.advice import (
     Advice,
+    ExpertShares,
     LinkLoad,
     advise_chunk,
     advise_concurrency,
+    advise_experts,
     advise_fit,
     advise_heads,
     advise_kv_heads,
@@ -27,7 +29,7 @@ from stageline.planner.advice import (
 )
 from stageline.planner.cluster import Cluster, Node
 from stageline.planner.layouts import WIDEST_PER_STAGE, LayoutPlan
-from stageline.planner.search import SearchResult, search
+from stageline.planner.search import RankedLayout, SearchResult, search
 
 JUDGED_NETWORKS = ("ethernet-1g", "ethernet-2.5g", "ethernet-10g")
 _MOST_ROWS = 1 << 16
@@ -82,6 +84,7 @@ def _pipeline_or_sharding(model: ModelCosts, cluster: Cluster, node: Node) -> Ad
 def _of_layouts(config: PlanConfig, result: SearchResult) -> Iterator[Advice | None]:
     best = result.best
     yield advise_concurrency(best.decode.ring, best.decode.num_requests)
+    yield _experts(result.ranked[0])
     pipelines = [ranked.plan for ranked in result.ranked if ranked.plan.layout.pipeline_parallel_size > 1]
     if pipelines:
         yield _replicas(pipelines[0], result)
@@ -89,6 +92,30 @@ def _of_layouts(config: PlanConfig, result: SearchResult) -> Iterator[Advice | N
         for name in JUDGED_NETWORKS:
             load = network_load(pipelines[0], shipped_hardware().link(name), config)
             yield advise_network(name, load)
+
+
+def _experts(best: RankedLayout) -> Advice | None:
+    plan, other = best.plan, best.other
+    if other is None:
+        return None
+    layout = plan.layout
+    layer = next(layer for layer in plan.placement.model.layers if layer.num_experts)
+    in_parts, dealt = replace(layer, is_dealt=False), replace(layer, is_dealt=True)
+    rows, size = plan.decode.rows, layout.tensor_parallel_size
+    shares = ExpertShares(
+        num_rows=rows,
+        num_devices=size,
+        num_experts=layer.num_experts,
+        num_hit=layer.num_experts_read(rows),
+        worth_in_parts=in_parts.experts_worth(rows, size),
+        worth_dealt=dealt.experts_worth(rows, size) if layer.num_experts % size == 0 else 0.0,
+        expert_size=layer.expert_size,
+        are_parts_blocks=in_parts.keeps_blocks(size),
+    )
+    name = str(replace(layout, deals_experts=False))
+    rate = other.tokens_per_s if isinstance(other, LayoutPlan) else None
+    why_not = best.why_not_other.partition(": ")[2]
+    return advise_experts(name, layout.deals_experts, plan.tokens_per_s, rate, why_not, shares)
 
 
 def _replicas(pipeline: LayoutPlan, result: SearchResult) -> Advice | None:

@@ -123,6 +123,8 @@ def _devices(share: _NodeShare, cluster: Cluster) -> list[str]:
 def _shape(plan: LayoutPlan) -> list[str]:
     layout = plan.layout
     words = ["-tp", str(layout.tensor_parallel_size), "-pp", str(layout.pipeline_parallel_size)]
+    if layout.deals_experts:
+        words.append("--enable-expert-parallel")
     if layout.pipeline_parallel_size > 1:
         words += ["--pp-layer-partition", ",".join(map(str, plan.placement.layer_counts))]
     return words
@@ -156,6 +158,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     """A plan as YAML.
 
     Args:
+        enable_expert_parallel: the ranks of a stage have whole experts each.
         layer_counts: of each stage.
         tpot_ms: of decoding alone; `ttft_ms` of a prompt alone.
         tokens_per_s: output of all replicas, prompts' share taken off.
@@ -167,6 +170,7 @@ class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
+    enable_expert_parallel: bool
     layer_counts: tuple[int, ...]
     microbatches_in_flight: int
     prefill_chunk_tokens: int
@@ -190,6 +194,7 @@ def plan_file(plan: LayoutPlan, model: str, cluster: Cluster, config: PlanConfig
             tensor_parallel_size=layout.tensor_parallel_size,
             pipeline_parallel_size=layout.pipeline_parallel_size,
             data_parallel_size=layout.data_parallel_size,
+            enable_expert_parallel=layout.deals_experts,
             layer_counts=plan.placement.layer_counts,
             microbatches_in_flight=plan.decode.num_microbatches,
             prefill_chunk_tokens=plan.prompt.chunk_tokens,

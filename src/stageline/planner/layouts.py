@@ -33,18 +33,24 @@ _ENOUGH, _MARGIN = 1.1, 4
 
 @dataclass(frozen=True)
 class Layout:
-    """How many devices share a stage, how many stages a pipeline has, how many pipelines there are."""
+    """How many devices share a stage, how many stages a pipeline has, how many pipelines there are.
+
+    Args:
+        deals_experts: the devices of a stage have whole experts each, rather than a part of every one.
+    """
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int = 1
+    deals_experts: bool = False
 
     @property
     def num_devices(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
     def __str__(self) -> str:
-        name = f"TP{self.tensor_parallel_size} x PP{self.pipeline_parallel_size}"
+        dealt = "+EP" if self.deals_experts else ""
+        name = f"TP{self.tensor_parallel_size}{dealt} x PP{self.pipeline_parallel_size}"
         return name + (f" x DP{self.data_parallel_size}" if self.data_parallel_size > 1 else "")
 
 
@@ -151,6 +157,7 @@ def judge(
     """A layout with the best partition that there is for it.
 
     Args:
+        model: with its experts dealt if the layout deals them.
         units: all of the layout's tensor parallel size.
     """
     num_requests = -(-config.concurrency // layout.data_parallel_size)

@@ -38,7 +38,7 @@ def format_layouts(result: SearchResult, most: int, has_prices: bool) -> str:
                 f"{plan.tokens_per_s:,.0f}",
                 f"{plan.prompt.ttft_s * 1e3:,.0f}",
                 *([_price(plan)] if has_prices else []),
-                ranked.reason or "the best",
+                "; ".join(filter(None, (ranked.reason or "the best", ranked.why_not_other))),
             ]
         )
     names = ["", "layout", "devices", "layers per stage", "GB/device", "KV requests", "KV tokens", "in flight"]

@@ -1,13 +1,14 @@
 """All layouts of a model on a cluster, judged and ranked, with the reason each loser lost.
 
 One idea: a layout is tried, not excluded by a rule of thumb; the reasons come from comparing what its time is made of
-with the winner's.
+with the winner's. Where devices share layers that have experts, a layout is tried with parts of experts and with whole
+ones, and stands in the ranking as the better of the two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isinf
 
 from stageline.config.plan_config import PlanConfig
@@ -23,10 +24,18 @@ _AS_GOOD, _AS_GOOD_FRACTION = "as good", 0.01
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """A layout in its place. `reason`: why it is not the first; empty for the first."""
+    """A layout in its place.
+
+    Args:
+        reason: why it is not the first; empty for the first.
+        other: the same with experts shared the other way, which is no better or cannot be; None if there is none.
+        why_not_other: in words; empty if there is none.
+    """
 
     plan: LayoutPlan
     reason: str
+    other: LayoutPlan | Impossible | None = None
+    why_not_other: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,53 +60,107 @@ def search(model: ModelCosts, cluster: Cluster, config: PlanConfig) -> SearchRes
     """
     if config.objective == "cost" and not any(node.device.price_per_hour for node in cluster.nodes):
         raise ConfigError("--objective cost needs a price_per_hour for the devices of the cluster file")
-    possible: list[LayoutPlan] = []
+    possible: list[tuple[LayoutPlan, LayoutPlan | Impossible | None]] = []
     impossible: list[Impossible] = []
     for judged in _all_judged(model, cluster, config):
-        if isinstance(judged, LayoutPlan):
-            possible.append(judged)
+        if isinstance(judged.better, Impossible):
+            impossible.append(judged.better)
         else:
-            impossible.append(judged)
+            possible.append((judged.better, judged.other))
     if not possible:
         reasons = "".join(f"\n  {refused.layout}: {refused.reason}" for refused in impossible[:12])
         raise ConfigError(
             f"no layout works on {cluster}:{reasons}\nuse more or larger devices, --weights of fewer bits, or shorter "
             "requests"
         )
-    ranked = sorted(possible, key=lambda plan: _rank(plan, config))
-    best = ranked[0]
-    return SearchResult(
-        tuple(RankedLayout(plan, "" if plan is best else why_lost(plan, best, config)) for plan in ranked),
-        tuple(impossible),
-    )
+    ranked = sorted(possible, key=lambda pair: _rank(pair[0], config))
+    best = ranked[0][0]
+    return SearchResult(tuple(_ranked(plan, other, best, config) for plan, other in ranked), tuple(impossible))
 
 
-def _all_judged(model: ModelCosts, cluster: Cluster, config: PlanConfig) -> Iterator[LayoutPlan | Impossible]:
+@dataclass(frozen=True)
+class _Judged:
+    """A layout, and the same with experts shared the other way if there is another."""
+
+    better: LayoutPlan | Impossible
+    other: LayoutPlan | Impossible | None = None
+
+
+def _ranked(
+    plan: LayoutPlan, other: LayoutPlan | Impossible | None, best: LayoutPlan, config: PlanConfig
+) -> RankedLayout:
+    reason = "" if plan is best else why_lost(plan, best, config)
+    if other is None:
+        return RankedLayout(plan, reason)
+    why_not = _shortfall(other, plan, config) if isinstance(other, LayoutPlan) else other.reason.partition(";")[0]
+    return RankedLayout(plan, reason, other, f"{'EP' if other.layout.deals_experts else 'no EP'}: {why_not}")
+
+
+def _all_judged(model: ModelCosts, cluster: Cluster, config: PlanConfig) -> Iterator[_Judged]:
     asked = config.tensor_parallel_size
     for size in [asked] if asked is not None else sizes_to_try(cluster):
         layout = Layout(size, config.pipeline_parallel_size or 1, config.data_parallel_size or 1)
-        if (reason := why_not_sharded(model, size)) is not None:
-            yield Impossible(layout, reason)
+        # In parts first: of equal ways the first is taken.
+        ways = [_Way(way, why_not_sharded(way, size)) for way in _ways(model, size)]
+        if (reason := ways[0].reason) is not None and all(way.reason for way in ways):
+            yield _Judged(Impossible(layout, reason))
             continue
         units = units_of(cluster, size)
         if isinstance(units, str):
-            yield Impossible(layout, units)
+            yield _Judged(Impossible(layout, units))
             continue
         too_large: set[int] = set()
         for layout in _layouts(size, units, len(model.layers), config):
             if layout.pipeline_parallel_size in too_large:
                 continue
             if layout.pipeline_parallel_size * layout.data_parallel_size > len(units):
-                yield Impossible(layout, _too_few(layout, len(units), cluster))
+                yield _Judged(Impossible(layout, _too_few(layout, len(units), cluster)))
             elif layout.pipeline_parallel_size > len(model.layers):
                 reason = f"{layout.pipeline_parallel_size} stages for {len(model.layers)} layers; every stage needs one"
-                yield Impossible(layout, reason)
+                yield _Judged(Impossible(layout, reason))
             else:
-                judged = judge(model, cluster, units, layout, config)
+                judged = _judged_both_ways(ways, cluster, units, layout, config)
                 # What does not fit once does not fit several times.
-                if isinstance(judged, Impossible):
+                if isinstance(judged.better, Impossible):
                     too_large.add(layout.pipeline_parallel_size)
                 yield judged
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A model with its experts in parts or dealt. `reason`: why devices cannot share it so; None if they can."""
+
+    model: ModelCosts
+    reason: str | None
+
+
+def _ways(model: ModelCosts, size: int) -> tuple[ModelCosts, ...]:
+    return (model, model.dealt()) if model.has_experts and size > 1 else (model,)
+
+
+def _judged_both_ways(
+    ways: Sequence[_Way], cluster: Cluster, units: Sequence[Unit], layout: Layout, config: PlanConfig
+) -> _Judged:
+    """With parts of experts, and with whole ones if there are."""
+    found: list[LayoutPlan | Impossible] = []
+    for number, way in enumerate(ways):
+        shared = replace(layout, deals_experts=number == 1)
+        if way.reason is not None:
+            found.append(Impossible(shared, way.reason))
+        else:
+            found.append(judge(way.model, cluster, units, shared, config))
+    if len(found) == 1:
+        return _Judged(found[0])
+    first, second = found
+    if isinstance(first, Impossible) and isinstance(second, Impossible):
+        return _Judged(first)
+    return _Judged(second, first) if _is_better(second, first, config) else _Judged(first, second)
+
+
+def _is_better(plan: LayoutPlan | Impossible, other: LayoutPlan | Impossible, config: PlanConfig) -> bool:
+    if isinstance(plan, Impossible) or isinstance(other, Impossible):
+        return isinstance(other, Impossible)
+    return _rank(plan, config) < _rank(other, config)
 
 
 def _layouts(size: int, units: Sequence[Unit], num_layers: int, config: PlanConfig) -> Iterator[Layout]:
@@ -141,6 +204,17 @@ _OBJECTIVES: dict[str, Callable[[LayoutPlan], float]] = {
 
 def why_lost(plan: LayoutPlan, best: LayoutPlan, config: PlanConfig) -> str:
     """One line: what the layout has less of than the best one, and where its time goes."""
+    shortfall = _shortfall(plan, best, config)
+    if plan.num_waiting > best.num_waiting or plan.tokens_per_s < config.min_tokens_per_s <= best.tokens_per_s:
+        return shortfall
+    if 4 * plan.layout.num_devices <= 3 * best.layout.num_devices:
+        return f"{shortfall}: uses {plan.layout.num_devices} of the best one's {best.layout.num_devices} devices"
+    where = "" if shortfall.startswith(_AS_GOOD) else _where_time_goes(plan, best)
+    return f"{shortfall}: {where}" if where else shortfall
+
+
+def _shortfall(plan: LayoutPlan, best: LayoutPlan, config: PlanConfig) -> str:
+    """What the layout has less of than a better one."""
     if plan.num_waiting > best.num_waiting:
         limit = plan.capacity.limiting_stage
         return (
@@ -149,11 +223,7 @@ def why_lost(plan: LayoutPlan, best: LayoutPlan, config: PlanConfig) -> str:
         )
     if plan.tokens_per_s < config.min_tokens_per_s <= best.tokens_per_s:
         return f"{plan.tokens_per_s:,.0f} tokens/s are below the wanted {config.min_tokens_per_s:,.0f}"
-    difference = _difference(plan, best, config)
-    if 4 * plan.layout.num_devices <= 3 * best.layout.num_devices:
-        return f"{difference}: uses {plan.layout.num_devices} of the best one's {best.layout.num_devices} devices"
-    where = "" if difference.startswith(_AS_GOOD) else _where_time_goes(plan, best)
-    return f"{difference}: {where}" if where else difference
+    return _difference(plan, best, config)
 
 
 def _difference(plan: LayoutPlan, best: LayoutPlan, config: PlanConfig) -> str:

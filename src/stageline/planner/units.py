@@ -44,9 +44,9 @@ def sizes_to_try(cluster: Cluster) -> list[int]:
 
 
 def why_not_sharded(model: ModelCosts, size: int) -> str | None:
-    """Why heads cannot be shared by so many devices, with the sizes that work; None if they can."""
+    """Why heads, MLPs or experts cannot be shared by so many devices, with the sizes that work; None if they can."""
     if _divides_heads(model, size):
-        return None
+        return model.why_not_shared(size)
     works = [other for other in range(1, model.num_heads + 1) if _divides_heads(model, other)]
     lower = max((other for other in works if other < size), default=1)
     higher = min((other for other in works if other > size), default=None)
