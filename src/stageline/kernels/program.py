@@ -116,6 +116,11 @@ class _Memory:
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hooks are not typed
     """Refuses whatever torch would compute: a program would not compute it."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Told that its compiler shall leave this alone, torch would import it first: as long as torch itself takes."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
             raise CannotRecord(f"{func} is computed by torch")
