@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stageline.cli.main import main
+from stageline.cli.main import build_parser, main
+from stageline.cli.plan_flags import USES
 from tests.unit.plan_clusters import HOME, TWO_NODES_OF_H100, cluster_file
 
 
@@ -74,3 +75,47 @@ def test_what_cannot_be_planned_is_refused_with_the_way_out(
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--table", "--list"], "--table does nothing with --list; leave it out, or use it with --table"),
+        (["llama-3.1-8b", "--table"], "MODEL does nothing with --table"),
+        (["--list", "--concurrency", "3", "-tp", "2"], "--concurrency and --tensor-parallel-size do nothing with"),
+        (["m", "--calibrate", "-pp", "2"], "--pipeline-parallel-size does nothing with --calibrate"),
+        (["m", "--cluster", "f", "--num-prompts", "3"], "or use it with --simulate on this host or --simulate --"),
+        (["m", "--cluster", "f", "--speculate-acceptance", "0.5"], "of the guesses of --speculate-tokens"),
+        (["m", "--simulate", "-tp", "2"], "as one pipeline whose stages are one process each); leave it out, or"),
+        (["m", "--simulate", "-dp", "2"], "--data-parallel-size does nothing with --simulate on this host"),
+        (["m", "--simulate", "--weights", "int4"], "--weights does nothing with --simulate on this host"),
+        (["m", "--simulate", "--calibrate", "--objective", "tpot"], "nothing with --calibrate --simulate on this host"),
+        (["m", "--simulate", "--cluster", "f", "--yaml", "x"], "--yaml does nothing with --simulate --cluster FILE"),
+        (["m", "--simulate", "--cluster", "f", "--speculate-tokens", "2"], "--speculate-tokens does nothing with"),
+        (["m", "--simulate", "--burstiness", "2"], "--burstiness does nothing here: it is of the gaps of a finite"),
+        (["m", "--simulate", "--prefix-len", "2"], "--prefix-len does nothing here: it is of --dataset-name prefix"),
+        (["m", "--simulate", "--time-scale", "2"], "it scales a trace's times where no --request-rate replaces them"),
+        (
+            ["m", "--simulate", "--dataset-name", "sharegpt", "--prompt-tokens", "9"],
+            "--prompt-tokens does nothing here: sharegpt has lengths of its own",
+        ),
+        (
+            ["m", "--simulate", "--dataset-name", "azure", "--dataset-path", "f", "--seed", "9"],
+            "--seed does nothing here: nothing is drawn",
+        ),
+        (
+            ["m", "--simulate", "--dataset-name", "azure", "--dataset-path", "f", "--request-rate", "inf"],
+            "--request-rate does nothing here: a trace has times of its own",
+        ),
+    ],
+)
+def test_no_flag_is_ignored_in_silence(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert main(["plan", *words]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_every_flag_of_a_plan_is_read_by_something() -> None:
+    given = vars(build_parser().parse_args(["plan"])).keys() - {"run"}
+    assert given == frozenset().union(*USES.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from stageline.cli.opening import SubParsers, add_command
 from stageline.cli.workload_flags import add_simulation_flags
@@ -50,13 +51,15 @@ def add_parser(commands: SubParsers) -> None:
     )
     add_plan_flags(parser)
     add_simulation_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=partial(run, parser))
 
 
-def run(args: argparse.Namespace) -> int:
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     # Imported here: `--help` and a mistyped flag answer at once.
     from stageline.cli import plan_layouts
+    from stageline.cli.plan_flags import check_all_used
 
+    check_all_used(args, parser)
     if args.calibrate:
         from stageline.cli import plan_calibrate
 

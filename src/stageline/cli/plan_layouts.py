@@ -43,7 +43,7 @@ def print_table(name: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Rank the layouts of a model on a cluster. Raises: ConfigError."""
     config = plan_config_from_args(args)
-    _check(args)
+    _check(args, config)
     model, cluster = find_model(args.model), read_cluster(args.cluster)
     weights = model.weights if config.weights == "auto" else WeightFormat(config.weights, config.weights)
     model = KnownModel(model.name, model.spec, weights, model.source)
@@ -63,9 +63,11 @@ def run(args: argparse.Namespace) -> int:
     return 0 if _write_files(args, result, model, cluster, config) else 1
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, config: PlanConfig) -> None:
     if args.model is None or args.cluster is None:
         raise ConfigError("give a model and --cluster FILE, or --table, or --list (see stageline plan --help)")
+    if config.speculate_acceptance != PlanConfig.speculate_acceptance and not config.speculate_tokens:
+        raise ConfigError("--speculate-acceptance is of the guesses of --speculate-tokens; give that too")
     if args.top < 1:
         raise ConfigError(f"--top is {args.top}; it must be at least 1")
     for flag in ("yaml", "pareto"):

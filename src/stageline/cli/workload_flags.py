@@ -11,12 +11,12 @@ from stageline.errors import ConfigError
 from stageline.loadgen import traces, workload
 from stageline.loadgen.workload import PlannedRequest
 
-_TRACES: dict[str, Callable[[str, int | None], list[PlannedRequest]]] = {
+TRACES: dict[str, Callable[[str, int | None], list[PlannedRequest]]] = {
     "azure": traces.read_azure,
     "mooncake": traces.read_mooncake,
     "burstgpt": traces.read_burstgpt,
 }
-_DATASETS = ("random", "prefix", "sharegpt", *_TRACES)
+_DATASETS = ("random", "prefix", "sharegpt", *TRACES)
 _DEFAULT_NUM_PROMPTS = 100
 
 
@@ -118,9 +118,9 @@ def check_workload(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be above 0")
     if not 0 <= args.range_ratio < 1:
         raise ConfigError(f"--range-ratio is {args.range_ratio}; it must be at least 0 and below 1")
-    if args.dataset_name in _TRACES and args.dataset_path is None:
+    if args.dataset_name in TRACES and args.dataset_path is None:
         raise ConfigError(f"--dataset-name {args.dataset_name} reads a file; give --dataset-path")
-    if args.dataset_path is not None and args.dataset_name not in (*_TRACES, "sharegpt"):
+    if args.dataset_path is not None and args.dataset_name not in (*TRACES, "sharegpt"):
         raise ConfigError(f"--dataset-name {args.dataset_name} reads no file; leave --dataset-path out")
 
 
@@ -139,4 +139,4 @@ def planned_requests(args: argparse.Namespace) -> list[PlannedRequest]:
         case "sharegpt":
             return traces.read_sharegpt(args.dataset_path, num_prompts)
         case trace:
-            return workload.scaled(_TRACES[trace](args.dataset_path, args.num_prompts), args.time_scale)
+            return workload.scaled(TRACES[trace](args.dataset_path, args.num_prompts), args.time_scale)
