@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -178,30 +179,57 @@ def test_a_wrong_place_is_told_in_one_line(several: Machines) -> None:
     assert open_door.finish() == 2 and "--cluster-key-file" in open_door.lines[-1]
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [{2: "killed"}, {1: "unplugged", 2: "stopped"}, {1: "parted", 2: "parted"}],
-    ids=["killed", "silent", "parted"],
-)
-def test_lost_machines_cost_open_requests_and_come_back(cluster: Cluster, lost: dict[int, str]) -> None:
+@dataclass(frozen=True)
+class Loss:
+    """Args:
+    machines: how each is lost.
+    stage_index, seen: whom the log is to name, and what of it.
+    """
+
+    machines: dict[int, str]
+    stage_index: int
+    seen: str
+
+
+GONE = "its connection to the head is closed"
+NEXT = r"its link to stage 2, at [\d.]+:\d+, broke, though stage 2 answers"
+
+LOSSES = {
+    # Stage 0, on the head, hears that its link broke; stage 1, on the machine itself, dies.
+    "killed": Loss({1: "killed"}, 1, f"{GONE}|no answer for|killed by SIGKILL"),
+    "silent": Loss({1: "unplugged", 2: "stopped"}, 1, r"no sign of life within .*; nor does node 2 answer: no other"),
+    "parted": Loss({1: "parted", 2: "parted"}, 1, f"{NEXT}: look at the network between node 1 and node 2"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_lost_machines_cost_open_requests_are_named_everywhere_and_come_back(cluster: Cluster, loss: Loss) -> None:
     before, seen = cluster.chat(), len(cluster.head.lines)
     with cluster.several.network.inside(0):
         stream = cluster.head.stream(400)
     began_s = time.monotonic()
-    for machine, how in lost.items():
+    for machine, how in loss.machines.items():
         cluster.lose(machine, how)
-    events = stream.read().decode()
+    answer = stream.read().decode()
     assert time.monotonic() - began_s < WRONG_START_S
-    assert '"code":"not_ready"' in events and events.endswith("data: [DONE]\n\n")
-    cluster.head.wait_for_line(r"was lost: .*the pipeline is started again", seen)
+    assert '"code":"not_ready"' in answer and answer.endswith("data: [DONE]\n\n")
+    told = cluster.head.wait_for_line(r"was lost: .*the pipeline is started again as soon as all machines are", seen)
+    stage, node = loss.stage_index, f"node {loss.stage_index}"
+    named = rf"stage {stage} \(s{stage}\) was lost: {node} \([^;]+; stage {stage}\): .*({loss.seen})"
+    assert re.search(named, told.string), told.string
     with cluster.several.network.inside(0), httpx.Client() as client:
         url = f"http://127.0.0.1:{cluster.head.port}/v1/completions"
         refused = client.post(url, json={"model": cluster.several.model, "prompt": "a"})
     assert refused.status_code == 503 and int(refused.headers["Retry-After"]) >= 1
-    for machine, how in lost.items():
+    status, health = cluster.several.get(cluster.head, "/health")
+    assert status == 503 and f"stage {stage} of the pipeline, on {node}, was lost" in health["error"]["message"]
+    for machine, how in loss.machines.items():
         cluster.bring_back(machine, how)
     cluster.head.wait_for_line("the pipeline is complete again", seen)
     assert cluster.chat() == before
+    events = cluster.several.get(cluster.head, "/debug/pipeline")[1]["events"]
+    lost = next(event for event in events if event["kind"] == "lost")
+    assert lost["stage_index"] == stage and re.search(loss.seen, lost["text"]) and f": {node} (" in lost["text"]
 
 
 def test_told_to_stop_the_head_leaves_nothing_and_its_nodes_wait_for_the_next(cluster: Cluster) -> None:

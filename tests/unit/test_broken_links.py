@@ -1,4 +1,4 @@
-"""What a stage tells of a link that broke: whom it led to, once, and only after others had the time to say more."""
+"""What a stage tells of a link that broke: whom it led to, once."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import select
 import msgspec
 import pytest
 
-from stageline.clock import VirtualClock
 from stageline.executor.messages import WorkerConfig
-from stageline.worker.broken_links import GRACE_S, BrokenLinks, neighbour_at
+from stageline.worker.broken_links import BrokenLinks, neighbour_at
 
 NEXT = "tcp://10.0.0.2:0;10.0.0.3:29501"
 FIRST = "tcp://10.0.0.1:29501"
@@ -24,21 +23,21 @@ def config() -> WorkerConfig:
     return WorkerConfig(**{**nothing, **OF})
 
 
-def test_a_break_is_told_once_and_late(config: WorkerConfig) -> None:
-    clock = VirtualClock()
-    broken = BrokenLinks(config, clock)
+def test_a_break_is_told_once(config: WorkerConfig) -> None:
+    broken = BrokenLinks(config)
     assert not select.select([broken.fd], [], [], 0)[0]
     broken.on_broken(NEXT)
     broken.on_broken(HEAD)
-    assert select.select([broken.fd], [], [], 0)[0] and broken.take_due() is None
-    broken.heard()
-    assert not select.select([broken.fd], [], [], 0)[0] and broken.due_s == GRACE_S
-    assert broken.take_due() is None
-    clock.advance_to(GRACE_S)
-    assert broken.take_due() == "its link to stage 2, at 10.0.0.3:29501, broke"
-    assert broken.take_due() is None and broken.due_s is None
+    assert select.select([broken.fd], [], [], 0)[0]
+    told = broken.take()
+    assert told is not None and (told.stage_index, told.link_to) == (1, 2)
+    assert told.message == "its link to stage 2, at 10.0.0.3:29501, broke"
+    assert not select.select([broken.fd], [], [], 0)[0]
+    broken.on_broken(FIRST)
+    assert broken.take() is None
 
 
 def test_neighbours_are_known_by_where_links_lead(config: WorkerConfig) -> None:
-    words = [neighbour_at(config, address).split(",")[0] for address in (NEXT, FIRST, HEAD)]
-    assert words == ["stage 2", "stage 0", "the head"]
+    found = [neighbour_at(config, address) for address in (NEXT, FIRST, HEAD)]
+    assert [stage_index for stage_index, _ in found] == [2, 0, None]
+    assert [words.split(",")[0] for _, words in found] == ["stage 2", "stage 0", "the head"]

@@ -142,6 +142,8 @@ def test_a_node_that_comes_back_keeps_its_place_under_its_new_connection() -> No
         ({"rank": 3}, "rank", ["--node-rank is 3", "--nnodes 3"]),
         ({"rank": 0}, "rank", ["--node-rank is 0"]),
         ({"num_stages": 2}, "stages", ["too many stages", "node 1 2"]),
+        ({"num_stages": 0}, "stages", ["--stages is 0", "at least 1"]),
+        ({"num_stages": -5}, "stages", ["--stages is -5", "at least 1"]),
     ],
 )
 def test_what_does_not_fit_is_refused_with_both_values(changes: dict[str, Any], step: str, words: list[str]) -> None:

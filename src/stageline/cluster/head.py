@@ -11,7 +11,6 @@ import math
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import pairwise
 from typing import Protocol
 
@@ -22,8 +21,9 @@ from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.digest import model_digest
 from stageline.clock import Clock
 from stageline.cluster.handshake import HandshakeError, settings_of, this_software
-from stageline.cluster.membership import HEAD, Answers, Membership, Wanted
+from stageline.cluster.membership import HEAD, SILENCE_S, Answers, Member, Membership, Wanted
 from stageline.cluster.messages import (
+    AreYouThere,
     EndStages,
     FindWay,
     FromNode,
@@ -57,13 +57,15 @@ _IDENTITY_BYTES = 12
 _NOTICE_S, _RARELY_S = 10.0, 60.0
 """When who waits for machines says so for the first time, twice as much later again, and so on up to the second."""
 
+_SOON_S = 0.5
+
 _LAST_WORDS_S = 0.3
 
 _NEXT_WAYS_S = 3.0
 """Ways that were lost are looked for again after this time."""
 
-_WAY_S = 15.0
-"""A node may take this long to measure the ways to the next one."""
+_WAY_S = 30.0
+"""A node may take this long to measure the ways to the next one: three seconds, and one or two for each of many."""
 
 _GIVERS_S = 5.0
 """And this long to look for weights that it could give; without them the head gives all."""
@@ -137,7 +139,8 @@ class Head:
         self._shares: dict[int, int] = {}
         self._stages: dict[bytes, int] = {}
         self._identities: dict[StageRank, str] = {}
-        self._running: dict[int, bytes] = {}
+        self._running: dict[int, Member] = {}
+        self._leaving: set[bytes] = set()
         self._loss_due: tuple[float, WorkerLost] | None = None
         self._is_first = True
         self._checkpoint = checkpoint
@@ -162,7 +165,9 @@ class Head:
         poller.register(self.socket, zmq.POLLIN)
         if self._fleet is not None:
             poller.register(self._fleet.fd, zmq.POLLIN)
-        patience_s, notice_s = _NOTICE_S, began_s + _NOTICE_S
+        patience_s = _NOTICE_S
+        # When all were there once, who is missing is known as soon as those that are there have said so.
+        notice_s = began_s + (_NOTICE_S if self._is_first else SILENCE_S + _SOON_S)
         while not (
             self._membership.is_complete() and self._are_ways_due() and self._find_ways() and self._find_givers()
         ):
@@ -282,6 +287,8 @@ class Head:
         self._send(identity, asked)
         deadline_s = self._clock.now_s() + _WAY_S
         while self._way is None and (left_s := deadline_s - self._clock.now_s()) > 0:
+            if not self._membership.has(identity):
+                break
             self.socket.poll(math.ceil(left_s * 1000))
             while self.receive() is not None:
                 pass  # a stage of an earlier pipeline
@@ -292,10 +299,31 @@ class Head:
         rank = self._node_of(stage_index)
         return "" if rank == HEAD else f"node {rank}"
 
+    def describe_machine(self, stage_index: int) -> str:
+        rank = self._node_of(stage_index)
+        first = self._first_stage_of(rank)
+        last = first + self._shares[rank] - 1
+        stages = f"stage {first}" if first == last else f"stages {first} to {last}"
+        if rank == HEAD:
+            return f"the head ({self._address}; {stages})"
+        member = self._running.get(rank) or self._membership.members.get(rank)
+        where = f"{member.hello.host_name}, {member.hello.address}; " if member is not None else ""
+        return f"node {rank} ({where}{stages})"
+
+    def is_machine_connected(self, stage_index: int) -> bool:
+        member = self._running.get(self._node_of(stage_index))
+        # A question of nobody's, whose answer changes nothing; ZeroMQ knows at once if there is nobody to take it.
+        return member is None or self._send(member.identity, AreYouThere(0))
+
+    def due_s(self) -> float | None:
+        times_s = (None if self._loss_due is None else self._loss_due[0], self._membership.next_deadline_s())
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
+
     def start(self, configs: Sequence[WorkerConfig]) -> None:
         self._pipeline += 1
         self._stages.clear()
-        self._running = {rank: member.identity for rank, member in self._membership.members.items()}
+        self._running = dict(self._membership.members)
+        self._leaving.clear()
         by_node: dict[int, list[WorkerConfig]] = {}
         for config in configs:
             name = secrets.token_hex(_IDENTITY_BYTES)
@@ -306,7 +334,7 @@ class Head:
                 msgspec.structs.replace(config, caller_name=name)
             )
         for rank, its_configs in by_node.items():
-            identity = self._running[rank]
+            identity = self._running[rank].identity
             self._send(identity, StartStages(self._pipeline, its_configs, self._givers_for(identity)))
 
     def control(self, place: StageRank) -> Channel:
@@ -320,6 +348,7 @@ class Head:
 
     def receive(self) -> bytes | None:
         self._answer(self._membership.forget_silent(self._clock.now_s()))
+        self._check_members()
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -348,27 +377,39 @@ class Head:
             return
         if isinstance(message, Hello) and message.wants_weights:
             self._serve_weights()
-        try:
-            self._answer(self._membership.take(identity, message, self._clock.now_s()))
-        except HandshakeError as error:
-            for joined in self._membership.members.values():
-                self._send(joined.identity, Refused(error.step, error.reason))
-            raise
+        self._answer(self._membership.take(identity, message, self._clock.now_s()))
         if isinstance(message, WayFound) and (identity, message.number) == self._awaited_way:
             self._way = message
         if isinstance(message, Giving):
             self._givers[identity] = message.address
-        is_ours = identity in self._running.values()
+        if isinstance(message, Leaving):
+            self._leaving.add(identity)
+        is_ours = any(member.identity == identity for member in self._running.values())
         if isinstance(message, StageEnded) and is_ours and message.pipeline == self._pipeline:
-            loss = WorkerLost(message.stage_index, f"{self._name_of(message.stage_index)}: {message.how}")
+            loss = WorkerLost(message.stage_index, f"{self.describe_machine(message.stage_index)}: {message.how}")
             # Its own last words, which say more, come by another connection.
             self._loss_due = self._loss_due or (self._clock.now_s() + _LAST_WORDS_S, loss)
+        self._check_members()
+
+    def _check_members(self) -> None:
+        """Raises: WorkerLost if a node of this pipeline is gone, or is another one now."""
         for rank, known in self._running.items():
             member = self._membership.members.get(rank)
-            if member is None or member.identity != known:
-                how = "was stopped" if isinstance(message, Leaving) else "lost its connection and is back"
-                stage_index = self._first_stage_of(rank)
-                raise WorkerLost(stage_index, f"node {rank} {how}")
+            if member is not None and member.identity == known.identity:
+                continue
+            stage_index = self._first_stage_of(rank)
+            how = self._what_became_of(known, member)
+            raise WorkerLost(stage_index, f"{self.describe_machine(stage_index)}: {how}")
+
+    def _what_became_of(self, known: Member, now: Member | None) -> str:
+        """Args: now: whoever has its rank; None if nobody has."""
+        if known.identity in self._leaving:
+            return "it was stopped"
+        if now is None:
+            return f"it did not say within {SILENCE_S:g} s that it is there"
+        if now.hello.node_id == known.hello.node_id:
+            return "it lost its connection and is back"
+        return f"it did not say within {SILENCE_S:g} s that it is there, and {now} took its place"
 
     def _serve_weights(self) -> None:
         """For nodes that have none; from a port of its own, as soon as the first one asks."""
@@ -406,17 +447,12 @@ class Head:
     def _first_stage_of(self, rank: int) -> int:
         return sum(count for other, count in self._shares.items() if other < rank)
 
-    def _name_of(self, stage_index: int) -> str:
-        rank = self._node_of(stage_index)
-        member = self._membership.members.get(rank)
-        return str(member) if member is not None else f"node {rank}"
-
     def end(self, patience_s: float) -> None:
         running, self._running = self._running, {}
         self._loss_due = None
         self._stages.clear()
-        for identity in running.values():
-            self._send(identity, EndStages(patience_s))
+        for member in running.values():
+            self._send(member.identity, EndStages(patience_s))
 
     def close(self) -> None:
         self.end(0.0)
@@ -430,13 +466,16 @@ class Head:
         for identity, message in answers:
             self._send(identity, message)
 
-    def _send(self, identity: bytes, message: ToNode) -> None:
-        self._send_frame(identity, encode_message(message))
+    def _send(self, identity: bytes, message: ToNode) -> bool:
+        return self._send_frame(identity, encode_message(message))
 
-    def _send_frame(self, identity: bytes, frame: bytes) -> None:
-        # Nobody is there any more: it is missed by what does not come back.
-        with suppress(zmq.ZMQError):
+    def _send_frame(self, identity: bytes, frame: bytes) -> bool:
+        """Returns: whether there is somebody of that name. If not, it is missed by what does not come back."""
+        try:
             self.socket.send_multipart([identity, frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            return error.errno != zmq.EHOSTUNREACH
+        return True
 
 
 class _RankChannel:

@@ -147,8 +147,8 @@ def _how_it_ended(worker: WorkerProcess) -> str:
 
 
 def check_row(configs: Sequence[WorkerConfig]) -> None:
-    """Raises: FrameError if these stages do not follow one another, each with all its ranks, or have neighbours that
-    are no TCP addresses."""
+    """Raises: FrameError if these stages do not follow one another, each with all its ranks, have neighbours that are
+    no TCP addresses, or shall listen where no stage of a node does."""
     if not 1 <= len(configs) <= _MOST_PROCESSES:
         raise FrameError(f"{len(configs)} processes for one node; expected 1 to {_MOST_PROCESSES}")
     expected = (configs[0].stage_index, 0)
@@ -166,6 +166,9 @@ def check_row(configs: Sequence[WorkerConfig]) -> None:
         addresses = (config.output_address, config.token_output_address)
         if any(address is not None and not is_tcp(address) for address in addresses):
             raise FrameError(f"stage {config.stage_index} shall send to {addresses}, which is not over TCP")
+        if config.token_input_address is not None:
+            # It would be bound, and a file of that name be gone; only the head's own stage 0 has one.
+            raise FrameError(f"stage {config.stage_index} shall get tokens at {config.token_input_address}")
         if not config.caller_name.isalnum():
             raise FrameError(f"stage {config.stage_index} shall call itself {config.caller_name!r}")
     if expected[1]:

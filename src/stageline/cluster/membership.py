@@ -118,6 +118,10 @@ class Membership:
         """By rank; the head is not among them."""
         return self._members
 
+    def has(self, identity: bytes) -> bool:
+        """Whether this connection is a member's."""
+        return self._of(identity) is not None
+
     def missing_ranks(self) -> list[int]:
         """Of nodes that have not joined, as far as their number is known."""
         num_nodes = self._wanted.num_nodes or 1
@@ -149,7 +153,7 @@ class Membership:
     # ---- what happens ----
 
     def take(self, identity: bytes, message: FromNode, now_s: float) -> Answers:
-        """Raises: HandshakeError if all nodes are there and their stages are not those of the pipeline."""
+        """What it changes, and what is to be answered."""
         match message:
             case Hello():
                 return self._hello(identity, message, now_s)
@@ -258,6 +262,8 @@ class Membership:
 
     def _check_stages(self, rank: int, hello: Hello) -> None:
         """Nodes that are still to come bring at least one stage each. Raises: HandshakeError."""
+        if hello.num_stages is not None and hello.num_stages < 1:
+            raise HandshakeError("stages", f"--stages is {hello.num_stages} on the node; it must be at least 1")
         counts = self._counts() | {rank: hello.num_stages}
         if self._wanted.num_nodes is not None:
             share_stages({rank: counts.get(rank) for rank in range(self._wanted.num_nodes)}, self._wanted.num_stages)

@@ -6,11 +6,15 @@ that it does not fit says which step failed, with both values.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from stageline.executor.messages import WorkerConfig
 
-PROTOCOL = 4
+MOST_PATIENCE_S = 10.0
+
+PROTOCOL = 5
 """Grows when these messages, those of stages, or the frames of activations change."""
 
 
@@ -172,9 +176,13 @@ class GiveWeights(msgspec.Struct, frozen=True, tag="give_weights"):
 
 
 class EndStages(msgspec.Struct, frozen=True, tag="end_stages"):
-    """End the stages' processes, those at once that have not left after `patience_s`."""
+    """End the stages' processes, those at once that have not left after `patience_s`.
 
-    patience_s: float
+    Args:
+        patience_s: the node hears nothing meanwhile.
+    """
+
+    patience_s: Annotated[float, msgspec.Meta(ge=0, le=MOST_PATIENCE_S)]
 
 
 class AreYouThere(msgspec.Struct, frozen=True, tag="are_you_there"):

@@ -107,13 +107,15 @@ def run_node(asked: NodeSettings) -> None:
     os.set_blocking(writer, False)
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     wakeup_before = signal.set_wakeup_fd(writer)
-    node = _Node(asked, reader)
     try:
-        for number in _SIGNALS:
-            signal.signal(number, node.stop)
-        node.run()
+        node = _Node(asked, reader)
+        try:
+            for number in _SIGNALS:
+                signal.signal(number, node.stop)
+            node.run()
+        finally:
+            node.close()
     finally:
-        node.close()
         signal.set_wakeup_fd(wakeup_before)
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -132,10 +134,11 @@ class _Node:
         head = resolve_head(asked.head)
         self._head = TcpAddress(head, asked.port)
         own = resolve(asked.address, "--node-address") if asked.address else own_address_towards(self._head)
+        self._hosts = own_hosts(own, asked.interface, is_only=asked.address is not None)
         self._port = HeldPort(own, asked.ports)
         self._own = self._port.address
+        # Made last: what is refused before leaves no folder.
         self._folder = IpcFolder("s9999.r999.input999")
-        self._hosts = own_hosts(own, asked.interface, is_only=asked.address is not None)
         addresses = [TcpAddress(host.host, self._own.port) for host in self._hosts]
         self._stages = LocalStages(self._folder.path, self._head.url, addresses, asked.access, asked.binds_cores)
         self._weights = WeightPort(self._port, asked.ports, asked.access)
@@ -155,6 +158,9 @@ class _Node:
             # Whoever was in once is patient: the head may be started again.
             if self._join(math.inf if self._has_been_in else deadline_s):
                 self._serve()
+            if self._is_told_to_stop:
+                # First, so that the head knows why the stages end.
+                self._send(Leaving())
             self._stages.end(0.0)
             self._disconnect()
 
@@ -182,8 +188,6 @@ class _Node:
 
     def _disconnect(self) -> None:
         if self._links is not None:
-            if self._is_told_to_stop:
-                self._send(Leaving())
             self._links.close(linger_s=_GOODBYE_S if self._is_told_to_stop and not self._is_broken else 0.0)
             self._links = None
         self._weights.close()
@@ -277,7 +281,8 @@ class _Node:
             if self._asked.model_source == "peer":
                 self._model, digest = _weight_source(offer), offer.model_digest
             else:
-                self._checkpoint = self._checkpoint or self._open(offer)
+                # Each time anew: a head that was started again may have another model, at the same place too.
+                self._checkpoint = self._open(offer)
                 self._model, digest = self._checkpoint.path, check_model(self._checkpoint, offer)
         except HandshakeError as error:
             self._send(Declined(error.step, error.reason))

@@ -1,6 +1,7 @@
 """The answering side of a probe: echoes what it is asked to, and counts what it is sent.
 
-One idea: it keeps nothing but a count per caller, so whoever probes costs it no memory.
+One idea: it keeps nothing but a count per caller, and a few answers for who does not fetch them, so whoever probes
+costs it little memory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ ECHO, BLOCK, REPORT = b"echo", b"block", b"report"
 BLOCK_BYTES = 256 * 2**10
 _MAX_MESSAGE_BYTES = 2 * BLOCK_BYTES
 _MOST_CALLERS = 256
+_MOST_WAITING_FRAMES = 64
 _BYTES_OF_A_COUNT = 8
 
 
@@ -54,7 +56,7 @@ class ProbeListener:
         try:
             for address in addresses:
                 with suppress(*((ConfigError,) if skips_unusable else ())):
-                    sockets.append(self._links.listener(address.url, _MAX_MESSAGE_BYTES))
+                    sockets.append(self._links.listener(address.url, _MAX_MESSAGE_BYTES, _MOST_WAITING_FRAMES))
         except BaseException:
             self._links.close()
             self._bell.close()
@@ -87,19 +89,23 @@ class ProbeListener:
             return  # of no prober of ours; what is not understood is not answered
         identity, kind, body = frames
         caller = (place, identity)
+        if kind == BLOCK:
+            self._counts[caller] = self._counts.get(caller, 0) + len(body)
+            self._counts.move_to_end(caller)
+            if len(self._counts) > _MOST_CALLERS:
+                self._counts.popitem(last=False)
+        elif kind == ECHO:
+            self._send(socket, [identity, ECHO, body])
+        elif kind == REPORT:
+            count = self._counts.pop(caller, 0)
+            self._send(socket, [identity, REPORT, count.to_bytes(_BYTES_OF_A_COUNT, "little")])
+        elif kind in self._answers and (answer := self._answers[kind](body)) is not None:
+            self._send(socket, [identity, kind, answer])
+
+    def _send(self, socket: Socket, frames: list[bytes]) -> None:
         try:
-            if kind == BLOCK:
-                self._counts[caller] = self._counts.get(caller, 0) + len(body)
-                self._counts.move_to_end(caller)
-                if len(self._counts) > _MOST_CALLERS:
-                    self._counts.popitem(last=False)
-            elif kind == ECHO:
-                socket.send_multipart([identity, ECHO, body])
-            elif kind == REPORT:
-                count = self._counts.pop(caller, 0)
-                socket.send_multipart([identity, REPORT, count.to_bytes(_BYTES_OF_A_COUNT, "little")])
-            elif kind in self._answers and (answer := self._answers[kind](body)) is not None:
-                socket.send_multipart([identity, kind, answer])
+            socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # it left before it was answered
+            # It left before it was answered, or lets more answers wait than it should.
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise

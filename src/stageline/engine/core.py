@@ -17,7 +17,7 @@ from stageline.clock import Clock
 from stageline.engine.balancer import Balancer, Notice
 from stageline.engine.events import EventLog, StageShares
 from stageline.engine.stats import EngineFacts, EngineStats, ProcessUsage, SchedulerStats, StatsCollector
-from stageline.errors import ConfigError, InternalError
+from stageline.errors import ConfigError, InternalError, WorkerLost
 from stageline.executor.executor import Executor
 from stageline.kv.kv_cache_manager import KVCacheManager
 from stageline.outputs import FinishReason
@@ -249,6 +249,11 @@ class EngineCore:
 
     def _tell(self, notice: Notice) -> None:
         self._events.add(self._clock.now_s(), notice.kind, notice.text)
+
+    def note_loss(self, loss: WorkerLost) -> None:
+        """For those who look at the pipeline once it is there again."""
+        first_line = loss.reason.partition("\n")[0]
+        self._events.add(self._clock.now_s(), "lost", f"s{loss.stage_index} was lost: {first_line}", loss.stage_index)
 
     def _note_preemptions(self, now_s: float) -> None:
         num_new = self._scheduler.num_preemptions - self._num_preemptions

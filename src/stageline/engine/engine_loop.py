@@ -35,7 +35,7 @@ from stageline.engine.messages import (
 )
 from stageline.engine.request_check import check_engine_request
 from stageline.engine.stats import EngineFacts
-from stageline.errors import CapacityError, FrameError, NotReady, QueueFull, RequestError
+from stageline.errors import CapacityError, FrameError, NotReady, QueueFull, RequestError, WorkerLost
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.request import EngineRequest, RequestUpdate
 
@@ -95,8 +95,9 @@ class EngineLoop:
                 self._step()
         return False
 
-    def pipeline_lost(self, keeps_requests: bool) -> None:
+    def pipeline_lost(self, loss: WorkerLost, keeps_requests: bool) -> None:
         """The stages are gone. Clients do not wait for answers about them any more, nor, unless kept, for requests."""
+        self._core.note_loss(loss)
         self._stats_questions.clear()
         self._spans_questions.clear()
         if not keeps_requests:

@@ -1,4 +1,4 @@
-"""What happened that an operator should hear of: preemptions, aborts, refusals, a stage that became slower.
+"""What happened that an operator should hear of: preemptions, aborts, refusals, a stage that became slower or was lost.
 
 One idea: a short ring in the engine's process, told with the statistics, so every viewer sees the same.
 """
@@ -13,7 +13,7 @@ import msgspec
 
 from stageline.timeline.stage_counters import StageCounters
 
-EventKind = Literal["preemption", "abort", "refusal", "slow_stage", "imbalance", "rebalance"]
+EventKind = Literal["preemption", "abort", "refusal", "slow_stage", "lost", "imbalance", "rebalance"]
 
 MOST_EVENTS = 50
 

@@ -164,7 +164,7 @@ class _Engine:
                     if not revival.allows(loss, is_remote, self._clock.now_s()):
                         raise
                     responder.forget_core()
-                    self._go_down(loss, serving)
+                    self._go_down(loss, serving, head.machine_of(loss.stage_index) if head is not None else "")
         finally:
             if serving is not None:
                 serving.pipeline.core.close()
@@ -209,13 +209,16 @@ class _Engine:
         )
         return serving
 
-    def _go_down(self, loss: WorkerLost, serving: _Serving | None) -> None:
+    def _go_down(self, loss: WorkerLost, serving: _Serving | None, machine: str) -> None:
+        """Args: machine: which one the stage was on, if not on this."""
         cluster = self._config.cluster
         keeps_requests = serving is not None and cluster is not None and cluster.on_worker_lost == "wait"
-        logger.error("%s; the pipeline is started again", loss)
-        reason = f"stage {loss.stage_index} of the pipeline was lost; it is started again"
+        when = " as soon as all machines are there" if machine else ""
+        logger.error("%s; the pipeline is started again%s", loss, when)
+        where = f", on {machine}," if machine else ""
+        reason = f"stage {loss.stage_index} of the pipeline{where} was lost; it is started again{when}"
         if serving is not None:
-            serving.loop.pipeline_lost(keeps_requests)
+            serving.loop.pipeline_lost(loss, keeps_requests)
         self.tell_all(PipelineDown(reason, _RETRY_AFTER_S, keeps_requests))
 
     def _warm_up(self, pipeline: Pipeline, vocab_size: int) -> None:

@@ -242,10 +242,11 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The stage raised and is leaving.
+    """The stage raised and is leaving; or it cannot go on, for a link to another stage broke.
 
     Args:
         is_config_error: the operator's to mend, so `message` says everything and the traceback is noise.
+        link_to: the stage at the other end of a link that broke; None if this is no such news.
     """
 
     stage_index: int
@@ -253,6 +254,7 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     traceback: str
     is_config_error: bool
     rank: int = 0
+    link_to: int | None = None
 
 
 FromRank = Loading | StageItemTimes | StageLoaded | Allocated | Pong | Failed

@@ -21,6 +21,7 @@ from stageline.checkpoint.model_spec import ModelSpec
 from stageline.clock import Clock
 from stageline.config.engine_config import EngineConfig
 from stageline.errors import ConfigError, FrameError, StagelineError, WorkerLost
+from stageline.executor.blame import Blame
 from stageline.executor.clock_offsets import ClockOffsets
 from stageline.executor.executor import CalibrationPlan, OnProgress
 from stageline.executor.messages import (
@@ -110,6 +111,7 @@ class MultiProcessExecutor:
         self._is_spans_asked = False
         self._watch = Watch(config.heartbeat_timeout_s, config.load_timeout_s, self._ranks.num_processes, clock.now_s())
         self._remote = remote
+        self._blame = Blame(self._ranks, self._watch, remote)
         self._running = StageProcesses(self._ranks, remote)
         self._finalizer = weakref.finalize(self, self._running.end, 0.0)
         self._finalizer.atexit = False
@@ -337,8 +339,9 @@ class MultiProcessExecutor:
                 self._check_is_late(message)
 
     def _check_is_late(self, message: FromWorker) -> None:
-        """Spans may answer a question whose asker was interrupted. Raises: FrameError for a message of another kind."""
-        if not isinstance(message, Pong | Spans | StageItemTimes | StageCounters):
+        """Spans may answer a question whose asker was interrupted, and of a broken link it is found out what it means.
+        Raises: FrameError for a message of another kind."""
+        if not isinstance(message, Pong | Spans | StageItemTimes | StageCounters | Failed):
             raise FrameError(f"a message {type(message).__name__} that nobody asked for")
 
     @contextmanager
@@ -370,7 +373,7 @@ class MultiProcessExecutor:
         elif isinstance(message, Pong):
             self._heard_pong(message)
         if isinstance(message, Failed):
-            raise self._loss_of(message)
+            self._heard_failed(message)
         return message
 
     def _process_of(self, message: FromStage) -> int:
@@ -381,6 +384,8 @@ class MultiProcessExecutor:
         return self._ranks.process_of(message.stage_index, rank)
 
     def _heard_pong(self, pong: Pong) -> None:
+        if (loss := self._blame.answered(self._process_of(pong), pong.asked_s)) is not None:
+            raise loss
         if pong.rank > 0:
             return
         self._offsets.heard(pong.stage_index, pong.asked_s, pong.told_s, self._clock.now_s())
@@ -393,8 +398,9 @@ class MultiProcessExecutor:
         self._watch.look(now_s)
         self._ask_for_signs_of_life()
         patience_s = self._watch.patience_s()
-        if until_s is not None:
-            patience_s = min(patience_s, max(0.0, until_s - now_s))
+        for due_s in (until_s, self._blame.next_look_s(), None if self._remote is None else self._remote.due_s()):
+            if due_s is not None:
+                patience_s = min(patience_s, max(0.0, due_s - now_s))
         ready = dict(poller.poll(_milliseconds(patience_s)))
         now_s = self._clock.now_s()
         self._watch.look(now_s)
@@ -403,9 +409,10 @@ class MultiProcessExecutor:
         for worker in self._running.workers:
             if worker.exit_fd in ready:
                 self._raise_loss_of_ended(worker)
+        if (loss := self._blame.look(now_s)) is not None:
+            raise loss
         if (silence := self._watch.silence()) is not None:
-            process, reason = silence
-            raise WorkerLost(self._ranks.all[process].stage_index, self._ranks.reason_of(process, reason))
+            raise self._blame.silent(*silence)
         if self.wakeup.fd in ready:
             self.wakeup.heard()
         return bool(ready) or (until_s is not None and now_s >= until_s)
@@ -424,13 +431,18 @@ class MultiProcessExecutor:
         while self._incoming.poll(_milliseconds(max(0.0, deadline_s - time.monotonic()))):
             self._take_message(self._incoming.recv())
         process = self._ranks.process_of(ended.stage_index, ended.rank)
-        raise WorkerLost(ended.stage_index, self._ranks.reason_of(process, ended.describe_exit()))
+        raise WorkerLost(ended.stage_index, self._blame.reason_of(process, ended.describe_exit()))
 
-    def _loss_of(self, message: Failed) -> StagelineError:
+    def _heard_failed(self, message: Failed) -> None:
+        """Raises: the loss it tells of, unless that is still to be found out."""
         if message.is_config_error:
-            return ConfigError(f"stage {message.stage_index}: {message.message}")
-        reason = self._ranks.reason_of(self._process_of(message), message.message)
-        return WorkerLost(message.stage_index, reason, message.traceback)
+            raise ConfigError(f"stage {message.stage_index}: {message.message}")
+        if message.link_to is None or not self._ranks.has(message.link_to, 0):
+            reason = self._blame.reason_of(self._process_of(message), message.message)
+            raise WorkerLost(message.stage_index, reason, message.traceback)
+        now_s = self._clock.now_s()
+        if (suspect := self._blame.begin(message, now_s)) is not None:
+            self._pings[suspect].send(encode_message(Ping(now_s)))
 
 
 def _milliseconds(duration_s: float) -> int:

@@ -52,6 +52,18 @@ class RemoteStages(Protocol):
         """A name for the machine it runs on; empty for this one. Memory is shared only within one."""
         ...
 
+    def describe_machine(self, stage_index: int) -> str:
+        """The machine it runs on, this one too, and which stages that runs, for messages."""
+        ...
+
+    def is_machine_connected(self, stage_index: int) -> bool:
+        """Whether the machine it runs on has a connection to this one, as far as this one knows by now."""
+        ...
+
+    def due_s(self) -> float | None:
+        """When `receive` is to be called again although there is nothing to read; None for never."""
+        ...
+
     def start(self, configs: Sequence[WorkerConfig]) -> None:
         """Start these ranks, of all stages that are not here, in order; what a machine knows better, it fills in."""
         ...

@@ -68,6 +68,11 @@ class Watch:
         """How long to wait before the next round."""
         return max(0.0, self._next_round_s - self._waited_s)
 
+    def silent_s(self, stage_index: int) -> float:
+        """For how long it has owed an answer."""
+        asked_s = self._asked_s[stage_index]
+        return 0.0 if asked_s is None else self._waited_s - asked_s
+
     def silence(self) -> tuple[int, str] | None:
         """A stage that is lost, and why; None as long as there is hope."""
         for stage_index, asked_s in enumerate(self._asked_s):

@@ -17,7 +17,6 @@ import traceback
 import msgspec
 import zmq
 
-from stageline.clock import MonotonicClock
 from stageline.errors import ConfigError
 from stageline.executor.messages import Failed, WorkerConfig
 from stageline.links.child_process import read_message
@@ -39,7 +38,7 @@ def main() -> int:
     faulthandler.enable()
     _wake_when_the_engine_dies()
     config = _read_config()
-    broken = BrokenLinks(config, MonotonicClock())
+    broken = BrokenLinks(config)
     links = Links(config.access.security(), on_broken=broken.on_broken)
     if config.caller_name:
         name = f"{config.caller_name}.control".encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
@@ -57,18 +56,16 @@ def start_responder(
         for source in (pings, broken.fd, *signs_of_the_end):
             poller.register(source, zmq.POLLIN)
         while True:
-            patience_s = None if broken.due_s is None else max(0.0, broken.due_s - clock.now_s())
-            ready = dict(poller.poll(None if patience_s is None else math.ceil(patience_s * 1000)))
+            ready = dict(poller.poll())
             if not ready.keys().isdisjoint(signs_of_the_end):
                 shutil.rmtree(config.socket_folder, ignore_errors=True)
                 if config.caller_name:
-                    answers.send(encode_message(Failed(stage_index, "its node was stopped", "", is_config_error=False)))
+                    gone = "`stageline`, which started it, has ended"
+                    answers.send(encode_message(Failed(stage_index, gone, "", False, config.rank)))
                     links.close(linger_s=_LAST_WORDS_S)
                 os._exit(1)
-            if broken.fd in ready:
-                broken.heard()
-            if (reason := broken.take_due()) is not None:
-                answers.send(encode_message(Failed(stage_index, reason, "", is_config_error=False, rank=config.rank)))
+            if broken.fd in ready and (news := broken.take()) is not None:
+                answers.send(encode_message(news))
             if pings not in ready:
                 continue
             try:

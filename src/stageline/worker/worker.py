@@ -48,7 +48,7 @@ from stageline.timeline.span import Span, SpanKind
 from stageline.timeline.stage_counters import StageAccount, StageState
 from stageline.worker.activation_codec import ActivationCodec
 from stageline.worker.activation_slices import joined, slice_of
-from stageline.worker.broken_links import neighbour_at
+from stageline.worker.broken_links import link_failed
 from stageline.worker.build import build_made_up_stage, build_stage, change_layers
 from stageline.worker.measure import ItemTimer, calibrate
 from stageline.worker.meet_ranks import RanksMeeting
@@ -414,7 +414,8 @@ class Worker:
                 raise FrameError(f"an allocation with {name} {value}; expected {lowest} to {most}")
         if message.epoch < 0 or message.first_microbatch < 0:
             raise FrameError(f"an allocation for microbatch {message.first_microbatch} of epoch {message.epoch}")
-        self._check_links_are_up()
+        if not self._are_links_up():
+            return  # the engine ends all stages, when it has found out why
         self._stage.allocate_kv(limits)
         self._next_microbatch = (message.epoch, message.first_microbatch)
         # All that loading left lives as long as the process: the collector need not look at it between microbatches.
@@ -425,14 +426,16 @@ class Worker:
         self._is_started = True
         self._engine.send(encode_message(Allocated(self._config.stage_index, self._config.rank)))
 
-    def _check_links_are_up(self) -> None:
-        """All stages listen by now. Raises: ConnectionError if one that this one sends to is not reached."""
+    def _are_links_up(self) -> bool:
+        """All stages listen by now; if one that this one sends to is not reached, the engine is told."""
         config = self._config
         one, tokens = config.output_address, config.token_output_address
         for address in (one, *config.more_output_addresses, tokens, *config.more_token_output_addresses):
             if address is not None and not self._links.wait_until_up(address, _CONNECT_S):
                 trouble = self._links.trouble(address) or f"no answer within {_CONNECT_S:g} s"
-                raise ConnectionError(f"{neighbour_at(config, address)} cannot be reached: {trouble}")
+                self._engine.send(encode_message(link_failed(config, address, f"did not come about: {trouble}")))
+                return False
+        return True
 
     def _receive_activation(self, prepared: PreparedMicrobatch) -> torch.Tensor:
         """The stage before's output for this microbatch; if it came as it was computed, still in its frame."""
