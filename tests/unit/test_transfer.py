@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,7 +26,7 @@ from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.keys import ClusterKey, LinkSecurity
 from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
-from stageline.transfer import fetching
+from stageline.transfer import copy_files, fetching
 from stageline.transfer import server as server_module
 from stageline.transfer.client import ModelCopy
 from stageline.transfer.copy_files import check_about, check_cache
@@ -261,7 +262,7 @@ def test_who_has_a_piece_may_give_it_and_a_copy_with_holes_gives_what_it_has(
     assert all(shares[1:]) and sum(shares) == _num_bytes(original, names)
 
 
-@pytest.mark.parametrize("trouble", ["lost", "absent", "other weights", "another model"])
+@pytest.mark.parametrize("trouble", ["lost", "absent", "no address", "other weights", "another model"])
 def test_a_giver_that_is_lost_or_has_something_else_costs_nothing(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
@@ -283,7 +284,8 @@ def test_a_giver_that_is_lost_or_has_something_else_costs_nothing(
             is_lost = True
             giver.close()
 
-    copy = place.copy(place.serve(original), model_digest(original), [str(giver.address)])
+    givers = ["nonsense", "0.0.0.0:1"] if trouble == "no address" else [str(giver.address)]
+    copy = place.copy(place.serve(original), model_digest(original), givers)
     copy.fetch(list(original.tensors), lose)
     assert all(_bytes_of(copy.open(), name) == _bytes_of(original, name) for name in original.tensors)
     assert is_lost == (trouble == "lost")
@@ -312,6 +314,34 @@ def test_what_is_kept_is_told_and_goes_unless_it_is_in_use_the_longest_unused_fi
     assert not remove(kept[0]) and remove(kept[2]) and len(kept_models(place.cache)) == 2
 
 
+def test_a_folder_that_is_just_being_removed_is_made_again(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = open_checkpoint(str(_write_hf(tmp_path / "its")))
+    held, removed = copy_files.hold_folder, []
+
+    def remove_first(folder: Path) -> int | None:
+        """As if `stageline cache` had held it until now."""
+        descriptor = held(folder)
+        if not removed:
+            removed.append(folder)
+            shutil.rmtree(folder)
+        return descriptor
+
+    monkeypatch.setattr(copy_files, "hold_folder", remove_first)
+    copy = place.copy(place.serve(original), model_digest(original))
+    assert removed == [Path(copy.open().path)] and [one.is_in_use for one in kept_models(place.cache)] == [True]
+
+
+def test_what_is_no_digest_finds_nothing_on_the_disk(tmp_path: Path) -> None:
+    """The head tells it, and folders are looked for by it."""
+    (tmp_path / "secret-model").mkdir()
+    (tmp_path / "cache").mkdir()
+    for digest in ("../secret", str(tmp_path / "secret"), "*", ""):
+        assert copy_files.copy_folders(tmp_path / "cache", digest) == []
+        assert kept_copy(tmp_path / "cache", digest) is None
+
+
 def test_the_command_tells_what_is_kept_and_leaves_what_a_stage_has_open(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,6 +356,7 @@ def test_the_command_tells_what_is_kept_and_leaves_what_a_stage_has_open(
     copy.close()
     assert main(["cache", "--keep-bytes", "1GiB"]) == 0 and " used 2" in capsys.readouterr().out
     assert main(["cache", "--keep-bytes", "0"]) == 0 and "removed the model, " in capsys.readouterr().err
+    assert main(["cache", "--keep-bytes", "9" * 400]) == 0
     assert main(["cache", "--keep-bytes", "some"]) == 2 and "50GiB" in capsys.readouterr().err
     assert kept_models(tmp_path / "home/stageline/models") == []
 

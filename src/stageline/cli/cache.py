@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from decimal import Decimal
 
 from stageline.cli.opening import SubParsers, add_command
 from stageline.config import environment
@@ -71,4 +72,5 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]i?|)b?", text.lower(), flags=re.ASCII)
     if match is None:
         raise ConfigError(f"--keep-bytes is {text!r}, which is no size; give one such as 50GiB, or 0")
-    return int(float(match[1]) * _UNITS[match[2]])
+    # Exact, and without an end: as a float, many digits would be infinite.
+    return int(Decimal(match[1]) * _UNITS[match[2]])

@@ -16,7 +16,7 @@ from pathlib import Path
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.digest import model_digest
 from stageline.checkpoint.open import open_checkpoint
-from stageline.errors import CheckpointError
+from stageline.errors import CheckpointError, ConfigError
 from stageline.links.keys import LinkSecurity
 from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
@@ -28,6 +28,7 @@ from stageline.transfer.table import ModelTable, table_of
 logger = logging.getLogger(__name__)
 
 _MAX_ANSWER_BYTES = 64 * 2**20
+_MOST_SHOWN = 100
 
 
 class ModelCopy:
@@ -64,13 +65,19 @@ class ModelCopy:
 
     @contextmanager
     def _connected(self, givers: Sequence[str]) -> Iterator[list[Source]]:
-        """The head first."""
+        """The head first. What other machines tell of themselves may be no address: that costs nothing."""
         links = Links(self._security)
         sources: list[Source] = []
         try:
             for address in (self._source.address, *givers):
-                url = TcpAddress.parse(address).url
-                socket = links.caller(url, _MAX_ANSWER_BYTES, gets_large_messages=True)
+                try:
+                    url = TcpAddress.parse(address).url
+                    socket = links.caller(url, _MAX_ANSWER_BYTES, gets_large_messages=True)
+                except ConfigError as error:
+                    if not sources:
+                        raise
+                    logger.warning("no weights from %r: %s", address[:_MOST_SHOWN], error)
+                    continue
                 sources.append(Source(address, socket, is_head=not sources))
             yield sources
         finally:

@@ -24,6 +24,7 @@ from stageline.transfer.table import digest_of
 GGUF = "model.gguf"
 ORIGIN = "origin"
 _DIGITS_IN_NAME = 24
+_HEXADECIMAL = frozenset("0123456789abcdef")
 _MOST_FILES, _MOST_FILE_BYTES = 10_000, 2**46
 _MOST_FRONT_BYTES = 2**30
 _WAY_OUT = "free space there (`stageline cache` shows what is kept), or name another folder with XDG_CACHE_HOME"
@@ -45,9 +46,8 @@ class CopyFiles:
         self.folder = copy_folder(cache, about.model_digest, about.fingerprint)
         self._files: list[int] = []
         with _errors_in(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._in_use = _made_and_held(self.folder)
             os.utime(self.folder)
-            self._in_use = hold_folder(self.folder)
             for number, num_bytes in enumerate(about.file_bytes):
                 file = os.open(self.folder / self._name(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 self._files.append(file)
@@ -110,8 +110,30 @@ def copy_folder(cache: Path, digest: str, fingerprint: str) -> Path:
 
 
 def copy_folders(cache: Path, digest: str) -> list[Path]:
-    """Of all copies of models of one shape."""
-    return list(cache.glob(f"{digest[:_DIGITS_IN_NAME]}-*"))
+    """Of all copies of models of one shape; none for what is no digest, whatever it would find."""
+    return list(cache.glob(f"{digest[:_DIGITS_IN_NAME]}-*")) if _is_plain(digest) else []
+
+
+def _is_plain(digest: str) -> bool:
+    """Names of folders are made of it, and other machines tell it."""
+    return bool(digest) and set(digest) <= _HEXADECIMAL
+
+
+def _made_and_held(folder: Path) -> int | None:
+    """As `hold_folder`. Whoever removes the folder just now has to be waited for, and then it has to be made again."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = hold_folder(folder)
+        if held is None or _is_still_there(folder, held):
+            return held
+        os.close(held)
+
+
+def _is_still_there(folder: Path, held: int) -> bool:
+    try:
+        return os.path.samestat(folder.stat(), os.fstat(held))
+    except FileNotFoundError:
+        return False
 
 
 def hold_folder(folder: Path) -> int | None:
@@ -140,8 +162,7 @@ def check_cache(cache: Path) -> None:
 def check_about(about: AboutModel) -> None:
     """Raises: CheckpointError if that is no model's; names of files and folders are made of it."""
     sizes, is_gguf = about.file_bytes, about.config is None
-    digests = about.model_digest + about.fingerprint
-    is_plain = bool(about.model_digest) and bool(about.fingerprint) and set(digests) <= set("0123456789abcdef")
+    is_plain = _is_plain(about.model_digest) and _is_plain(about.fingerprint)
     has_files = 1 <= len(sizes) <= (1 if is_gguf else _MOST_FILES)
     are_possible = all(0 < size < _MOST_FILE_BYTES for size in sizes)
     if not (is_plain and has_files and are_possible) or not _are_inside(about.fronts, sizes):

@@ -9,7 +9,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,16 +39,28 @@ def kept_models(cache: Path) -> list[KeptModel]:
     if not cache.is_dir():
         return []
     found = [_look_at(folder) for folder in cache.iterdir() if folder.is_dir()]
-    return sorted(found, key=lambda one: one.used_s, reverse=True)
+    return sorted((one for one in found if one is not None), key=lambda one: one.used_s, reverse=True)
 
 
-def _look_at(folder: Path) -> KeptModel:
-    with _alone(folder) as is_free:
+def _look_at(folder: Path) -> KeptModel | None:
+    """None if it is removed meanwhile."""
+    with suppress(FileNotFoundError):
+        # Asked and let go: a stage that opens its copy waits for who holds it.
+        with _alone(folder) as is_free:
+            pass
         origin = folder / ORIGIN
         text = origin.read_text(errors="replace")[:_MOST_SHOWN] if origin.is_file() else ""
-        num_bytes = sum(file.stat().st_blocks for file in folder.iterdir()) * _BYTES_PER_BLOCK
+        num_bytes = sum(map(_bytes_on_disk, folder.iterdir()))
         model = "".join(letter if letter.isprintable() else "?" for letter in text)
         return KeptModel(folder, model, num_bytes, folder.stat().st_mtime, not is_free)
+    return None
+
+
+def _bytes_on_disk(file: Path) -> int:
+    # A stage that opens its copy puts new files in the place of others.
+    with suppress(FileNotFoundError):
+        return file.stat().st_blocks * _BYTES_PER_BLOCK
+    return 0
 
 
 def to_remove(kept: Sequence[KeptModel], keep_bytes: int) -> list[KeptModel]:
@@ -64,11 +76,12 @@ def to_remove(kept: Sequence[KeptModel], keep_bytes: int) -> list[KeptModel]:
 
 
 def remove(one: KeptModel) -> bool:
-    """Returns: false if it is in use by now. Raises: OSError."""
-    with _alone(one.folder) as is_free:
+    """Returns: false if it is in use by now, or somebody else removes it. Raises: OSError."""
+    with suppress(FileNotFoundError), _alone(one.folder) as is_free:
         if is_free:
             shutil.rmtree(one.folder)
         return is_free
+    return False
 
 
 @contextmanager
