@@ -35,6 +35,7 @@ TRICKY_TEXTS = [
     "a  1   22\n\n333",
     "def f(x):\n\treturn x  # ok\r\n\r\n",
     "don't I'LL they'Ve",
+    "camelCase XMLParser WE'REthey path//to/\n",
     "日本語テキスト — über Straße",
     "🙂👨‍👩‍👧 ½ Ⅷ ①",
     "e\u0301 vs é \u200b\u00a0x",
@@ -48,18 +49,23 @@ LLAMA3_SPLIT = (
     r"|\s+(?!\S)|\s+"
 )
 QWEN2_SPLIT = LLAMA3_SPLIT.replace("{1,3}", "")
+O200K_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def byte_level_reference(pre: str) -> Tokenizer:
     """A trained byte-level BPE with the pre-tokenizer that models of this kind have in their tokenizer.json."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "gpt-4o")))
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("smollm", "gpt-2"))
     if pre == "smollm":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     elif pre == "gpt-2":
         tokenizer.pre_tokenizer = byte_level
     else:
-        pattern = LLAMA3_SPLIT if pre == "llama-bpe" else QWEN2_SPLIT
+        pattern = {"llama-bpe": LLAMA3_SPLIT, "qwen2": QWEN2_SPLIT, "gpt-4o": O200K_SPLIT}[pre]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Split(Regex(pattern), behavior="isolated"), byte_level]
         )
@@ -79,7 +85,7 @@ def write_byte_level_gguf(path: Path, pre: str = "gpt-2", chat_template: str | N
     """The vocabulary of `byte_level_reference`, as llama.cpp's converter writes it."""
     import json
 
-    reference = byte_level_reference(pre if pre in ("smollm", "llama-bpe", "qwen2") else "gpt-2")
+    reference = byte_level_reference(pre if pre in ("smollm", "llama-bpe", "qwen2", "gpt-4o") else "gpt-2")
     vocab = reference.get_vocab(with_added_tokens=True)
     tokens = sorted(vocab, key=lambda token: vocab[token])
     merges = json.loads(reference.to_str())["model"]["merges"]

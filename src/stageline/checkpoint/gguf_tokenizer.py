@@ -26,6 +26,13 @@ _BEFORE_NUMBER = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _AFTER_NUMBER = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_PATTERN = _BEFORE_NUMBER + r"\p{N}{1,3}" + _AFTER_NUMBER
 _QWEN2_PATTERN = _BEFORE_NUMBER + r"\p{N}" + _AFTER_NUMBER
+# OpenAI's o200k: words are cut where small letters end, and keep what is short for a word behind them.
+_BEFORE_WORD, _SHORT_WORD = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_NOT_SMALL, _NOT_CAPITAL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K_PATTERN = (
+    f"{_BEFORE_WORD}{_NOT_SMALL}*{_NOT_CAPITAL}+{_SHORT_WORD}|{_BEFORE_WORD}{_NOT_SMALL}+{_NOT_CAPITAL}*{_SHORT_WORD}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ PRE_TOKENIZERS: dict[str, _PreTokenizer] = {
     "smollm": _PreTokenizer(_smollm),
     "llama-bpe": _PreTokenizer(_pattern(_LLAMA3_PATTERN), ignore_merges=True, adds_bos=True),
     "qwen2": _PreTokenizer(_pattern(_QWEN2_PATTERN), is_nfc=True),
+    "gpt-4o": _PreTokenizer(_pattern(_O200K_PATTERN), ignore_merges=True),
 }
 
 
