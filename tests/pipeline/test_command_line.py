@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,21 +20,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(TinyModel().write(tmp_path_factory.mktemp("tiny")))
 
 
-def _stageline(*argv: str, typed: str = "") -> subprocess.CompletedProcess[str]:
+def _stageline(*argv: str, typed: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stageline", *argv]
-    return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=DEADLINE_S)
+    environment = {**os.environ, **environ}
+    return subprocess.run(command, input=typed, capture_output=True, text=True, timeout=DEADLINE_S, env=environment)
 
 
-def test_generate_gives_the_same_tokens_on_one_stage_and_on_two(model: str) -> None:
+def test_generate_gives_the_same_tokens_on_one_stage_and_on_two_and_no_stage_starts_a_compiler(model: str) -> None:
     shared = ["--prompt", "hello", "--prompt", "sea", "--json"]
     shared += ["--temperature", "0", "--max-tokens", "6", "--ignore-eos"]
     one = _stageline("generate", model, *shared, "--distributed-executor-backend", "in_process")
-    two = _stageline("generate", model, *shared, "-pp", "2")
+    two = _stageline("generate", model, *shared, "-pp", "2", PYTHONPROFILEIMPORTTIME="1")
     assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
     tokens = [[json.loads(line)["outputs"][0]["token_ids"] for line in run.stdout.splitlines()] for run in (one, two)]
     assert tokens[0] == tokens[1]
     assert [len(token_ids) for token_ids in tokens[0]] == [6, 6]
     assert "s1" in two.stderr and "[2, 4)" in two.stderr
+    # torch imports its compiler at odd occasions; that takes as long as importing torch.
+    imported = [line.split("|")[-1].strip() for line in two.stderr.splitlines() if line.startswith("import time:")]
+    assert imported.count("torch._C") == 2 and "torch._dynamo" not in imported
 
 
 def test_a_piped_conversation_is_answered_and_ends_with_the_input(model: str) -> None:

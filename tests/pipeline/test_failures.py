@@ -29,9 +29,11 @@ from stageline.pipeline.partition import partition_layers
 from tests.pipeline.failing import SETTINGS, generate, is_alive, send_frames, stop, under_way, worker_pids
 from tests.tiny_models import TinyModel, load_reference, reference_greedy
 
-NUM_STAGES = 3
-FIRST, MIDDLE, LAST = range(NUM_STAGES)
+FIRST, LAST = range(2)
 """A start costs seconds: each kind of loss comes to the places where it is different, all kinds together to each."""
+DEEP = 3
+MIDDLE = 1
+"""For what is different in the middle, of three stages."""
 HEARTBEAT_S = 3.0
 
 pytestmark = pytest.mark.timeout(60)
@@ -56,14 +58,20 @@ def home(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def llm(model: Path, home: Path) -> Iterator[LLM]:
-    with LLM(str(model), pipeline_parallel_size=NUM_STAGES, heartbeat_timeout_s=HEARTBEAT_S, **SETTINGS) as llm:
+    with LLM(str(model), pipeline_parallel_size=2, heartbeat_timeout_s=HEARTBEAT_S, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture
+def deep_llm(model: Path, home: Path) -> Iterator[LLM]:
+    with LLM(str(model), pipeline_parallel_size=DEEP, heartbeat_timeout_s=HEARTBEAT_S, **SETTINGS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def unhurt_llm(model: Path) -> Iterator[LLM]:
     """For the last tests, after which all stages live."""
-    with LLM(str(model), pipeline_parallel_size=NUM_STAGES, heartbeat_timeout_s=HEARTBEAT_S, **SETTINGS) as llm:
+    with LLM(str(model), pipeline_parallel_size=2, heartbeat_timeout_s=HEARTBEAT_S, **SETTINGS) as llm:
         yield llm
 
 
@@ -73,7 +81,7 @@ def start(model: Path, home: Path) -> Iterator[Callable[..., MultiProcessExecuto
     started = []
     checkpoint = open_checkpoint(str(model))
 
-    def start(path: Path = model, num_stages: int = NUM_STAGES) -> MultiProcessExecutor:
+    def start(path: Path = model, num_stages: int = DEEP) -> MultiProcessExecutor:
         parts = partition_layers(checkpoint.spec.num_layers, num_stages, None)
         config = EngineConfig(model=str(path), heartbeat_timeout_s=HEARTBEAT_S, dtype="float32", bind_cores=False)
         started.append(MultiProcessExecutor(config, str(path), parts, 128, MonotonicClock()))
@@ -90,7 +98,7 @@ def expect_loss(llm: LLM, home: Path, pids: list[int], stage_index: int, *told: 
     Args:
         pids: of all stages, the lost one included.
     """
-    assert len(pids) == NUM_STAGES
+    assert len(pids) == len(llm.partition)
     with pytest.raises(WorkerLost) as first:
         generate(llm, [4, 5], 400)
     assert first.value.stage_index == stage_index
@@ -125,10 +133,10 @@ def test_a_frozen_stage_is_named_with_the_limit(llm: LLM, home: Path, stage_inde
 
 
 @pytest.mark.parametrize("stage_index", [FIRST, MIDDLE])
-def test_an_exception_in_a_stage_comes_with_its_traceback(llm: LLM, home: Path, stage_index: int) -> None:
-    _stream, pids = under_way(llm)
+def test_an_exception_in_a_stage_comes_with_its_traceback(deep_llm: LLM, home: Path, stage_index: int) -> None:
+    _stream, pids = under_way(deep_llm)
     send_frames(home, f"s{stage_index}.control", [b"\xc1is not any message"])
-    lost = expect_loss(llm, home, pids, stage_index, "FrameError", "control frame of 19 bytes")
+    lost = expect_loss(deep_llm, home, pids, stage_index, "FrameError", "control frame of 19 bytes")
     assert "Traceback" in lost.remote_traceback and "worker.py" in lost.remote_traceback
 
 
@@ -138,11 +146,11 @@ def test_a_corrupted_activation_ends_the_run(llm: LLM, home: Path) -> None:
     expect_loss(llm, home, pids, LAST, "FrameError", "an activation in 2 frames")
 
 
-def test_a_stage_killed_while_idle_is_named_by_the_next_call(llm: LLM, home: Path) -> None:
-    assert len(generate(llm, [1], 3)) == 3
+def test_a_stage_killed_while_idle_is_named_by_the_next_call(deep_llm: LLM, home: Path) -> None:
+    assert len(generate(deep_llm, [1], 3)) == 3
     pids = worker_pids()
-    os.kill(pids[1], signal.SIGTERM)
-    expect_loss(llm, home, pids, 1, "killed by SIGTERM")
+    os.kill(pids[MIDDLE], signal.SIGTERM)
+    expect_loss(deep_llm, home, pids, MIDDLE, "killed by SIGTERM")
 
 
 # ---- while stages start and load ----
@@ -157,7 +165,7 @@ def test_a_stage_frozen_while_it_starts_is_noticed_by_the_heartbeat(start: Calla
     assert caught.value.stage_index == MIDDLE
 
 
-@pytest.mark.parametrize("stage_index", [FIRST, MIDDLE, LAST])
+@pytest.mark.parametrize("stage_index", range(DEEP))
 def test_a_stage_killed_while_it_starts_is_named(
     start: Callable[..., MultiProcessExecutor], stage_index: int
 ) -> None:
@@ -238,20 +246,21 @@ def test_forged_messages_that_are_well_formed_are_noticed(llm: LLM, home: Path) 
 # ---- no false alarms ----
 
 
+@pytest.mark.timeout(240)
 def test_a_stage_that_only_computes_for_long_is_not_lost(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the time is a slowdown's: a limit that a busy machine keeps is soon passed all the same."""
-    monkeypatch.setenv("STAGELINE_INJECT_SLOWDOWN", "s0:2")
+    """Most of the time is a slowdown's, which costs no core: far beyond the limit, also where computing is quick."""
+    monkeypatch.setenv("STAGELINE_INJECT_SLOWDOWN", "s0:9")
     num_tokens = 4000
     TinyModel(
-        num_layers=2, hidden_size=512, intermediate_size=8192, max_position_embeddings=num_tokens + 1
+        num_layers=2, hidden_size=512, intermediate_size=4096, max_position_embeddings=num_tokens + 1
     ).write(tmp_path)
     with LLM(str(tmp_path), heartbeat_timeout_s=HEARTBEAT_S, max_num_batched_tokens=num_tokens, **SETTINGS) as llm:
         assert worker_pids() != []
         generate(llm, [i % 250 for i in range(num_tokens)], 1)
         longest_s = max(span.duration_s for span in llm.spans() if span.kind == "forward")
-    assert longest_s > 1.2 * HEARTBEAT_S
+    assert longest_s > 1.5 * HEARTBEAT_S
 
 
 def test_an_engine_that_was_away_blames_nobody(unhurt_llm: LLM, model: Path) -> None:
