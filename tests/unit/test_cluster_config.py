@@ -88,6 +88,8 @@ def test_a_port_that_is_in_use_is_refused_and_a_range_is_searched_for_a_free_one
     # Held, and not listened on: another machine's agent passes it by, a stage's socket may have it.
     second = HeldPort("127.0.0.1", range(port, port + 50))
     assert second.address.port > port
+    with pytest.raises(ConfigError, match="all in use"):
+        HeldPort("127.0.0.1", range(port, port + 1))
     links = Links()
     links.receiver(first.address.url)
     links.close()

@@ -348,3 +348,9 @@ def test_a_peer_with_another_model_is_told_with_both_digests(
     refusal = found[f"{name}:join"].message
     assert model_digest(open_checkpoint(other))[:16] in refusal and "step `model`" in refusal
     assert found["machines"].status == "failed"
+
+
+@pytest.mark.parametrize("limit_s", ["-1", "0", "nan", "1e9"])
+def test_a_first_request_without_an_end_is_refused(capsys: pytest.CaptureFixture[str], limit_s: str) -> None:
+    assert main(["doctor", "--first-request", "--first-request-s", limit_s]) == 2
+    assert "--first-request-s is " in capsys.readouterr().err

@@ -36,7 +36,7 @@ It takes the flags of `stageline serve`, and starts nothing without --first-requ
 Exit status: 0 nothing fails, 1 something does, 2 the command line cannot be read.
 """
 _EXIT_FAILING = 1
-_FIRST_REQUEST_S = 300.0
+_FIRST_REQUEST_S, _LONGEST_FIRST_REQUEST_S = 300.0, 86400.0
 
 
 def add_parser(commands: SubParsers) -> None:
@@ -68,6 +68,9 @@ def run(args: argparse.Namespace) -> int:
     from stageline.doctor.finding import is_healthy
     from stageline.doctor.peers import parse_peers
 
+    if not 0 < args.first_request_s <= _LONGEST_FIRST_REQUEST_S:
+        most = f"{_LONGEST_FIRST_REQUEST_S:.0f} seconds"
+        raise ConfigError(f"--first-request-s is {args.first_request_s:g}; it must be above 0 and at most {most}")
     asked = _asked(args)
     # What a start would log on the way is what the findings say.
     logging.getLogger("stageline").setLevel(logging.ERROR)

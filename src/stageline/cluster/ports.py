@@ -27,7 +27,8 @@ def resolve(name: str, flag: str) -> str:
 class HeldPort:
     """A port that is kept for the stages this machine will start: other programs that look for one pass it by.
 
-    It is bound and does not listen, and lets a socket that reuses addresses, as ZeroMQ's do, bind it too.
+    It is bound and does not listen, and lets a socket that reuses addresses, as ZeroMQ's do, bind it too. Another
+    `HeldPort` that looks twice could do the same: the UDP port of this number, which nobody reuses, tells it not to.
 
     Args:
         ports: the first one that is free is taken.
@@ -40,17 +41,22 @@ class HeldPort:
         # Connections of a run before, which may still be closing, make a port look taken at the first sight.
         for reuses in (False, True):
             for port in ports:
-                if (held := _bind(address, port, reuses)) is not None:
-                    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    self._socket = held
-                    self.address = TcpAddress(address, port)
-                    return
+                if (held := _bind(address, port, reuses)) is None:
+                    continue
+                if (mark := _bind(address, port, reuses=False, kind=socket.SOCK_DGRAM)) is None:
+                    held.close()
+                    continue
+                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                self._sockets = (held, mark)
+                self.address = TcpAddress(address, port)
+                return
         if not ports:
             raise ConfigError(f"no port of {address} is left; give a longer --port-range")
         raise ConfigError(f"ports {ports[0]} to {ports[-1]} of {address} are all in use; give another --port-range")
 
     def close(self) -> None:
-        self._socket.close()
+        for one in self._sockets:
+            one.close()
 
 
 def check_port(address: str, port: int, flag: str) -> None:
@@ -61,10 +67,12 @@ def check_port(address: str, port: int, flag: str) -> None:
     candidate.close()
 
 
-def _bind(address: str, port: int, reuses: bool) -> socket.socket | None:
+def _bind(
+    address: str, port: int, reuses: bool, kind: socket.SocketKind = socket.SOCK_STREAM
+) -> socket.socket | None:
     """None if the port is in use. Raises: ConfigError for the address."""
     is_v6 = ipaddress.ip_address(address).version == 6
-    candidate = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
+    candidate = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, kind)
     candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
     try:
         candidate.bind((address, port))
