@@ -42,8 +42,8 @@ than a ten-thousandth of the largest, and the likeliest token is the same.
 
 TAIL = """
 GGUF files: {gguf}
-(the names under `general.architecture`). Another architecture is refused by name before anything starts. How one is
-added: [adding_a_model.md](adding_a_model.md).
+(the names under `general.architecture`; llama with experts is Mixtral). Another architecture is refused by name before
+anything starts. How one is added: [adding_a_model.md](adding_a_model.md).
 """
 
 

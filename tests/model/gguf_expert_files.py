@@ -34,6 +34,16 @@ _PARTS = {
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -64,6 +74,24 @@ class ExpertModel:
 
 _QWEN = {"moe_intermediate_size": INNER_SIZE}
 _QWEN_METADATA = {"expert_feed_forward_length": INNER_SIZE}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.8,
+}
+_LATENT_SIZES = {"qk_nope_head_dim": 32, "kv_lora_rank": 32, "v_head_dim": 16}
+_LATENT_METADATA = {
+    "attention.kv_lora_rank": 32,
+    "rope.dimension_count": 8,
+    "expert_weights_scale": 1.7,
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 16,
+    "rope.scaling.yarn_log_multiplier": 0.08,
+}
 MODELS = {
     "llama": ExpertModel("mixtral", {"sliding_window": None}),
     "qwen2moe": ExpertModel(
@@ -84,8 +112,31 @@ MODELS = {
         },
         {"post_attention_layernorm": "post_attention_norm", "self_attn": "attn_sinks"},
     ),
+    "deepseek2": ExpertModel(
+        "deepseek v3",
+        {**_QWEN, **_LATENT_SIZES, "q_lora_rank": 32, "attention_bias": False, "rope_parameters": _YARN},
+        {
+            **_QWEN_METADATA,
+            "attention.head_count_kv": 1,
+            "attention.key_length": 32 + 8,
+            "attention.value_length": 32,
+            "attention.key_length_mla": 32 + 8,
+            "attention.value_length_mla": 16,
+            "attention.q_lora_rank": 32,
+            "expert_gating_func": 2,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+            "expert_weights_norm": True,
+            **_LATENT_METADATA,
+        },
+    ),
+    "deepseek2 of V2 Lite": ExpertModel(
+        "deepseek v2 lite",
+        {**_QWEN, **_LATENT_SIZES, "rope_parameters": _YARN},
+        {**_QWEN_METADATA, "attention.key_length": 32 + 8, "attention.value_length": 16, **_LATENT_METADATA},
+    ),
 }
-"""By the name under `general.architecture`."""
+"""By the name under `general.architecture`, and what follows it here."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +159,11 @@ class Types:
 def write_file(directory: Path, path: Path, architecture: str, types: Types = Types()) -> Path:
     """Args: directory: of `MODELS[architecture]`."""
     spec = open_checkpoint(str(directory)).spec
-    writer = gguf.GGUFWriter(str(path), architecture)
+    written_as = architecture.partition(" ")[0]
+    writer = gguf.GGUFWriter(str(path), written_as)
     for key, value in {**_metadata(spec), **MODELS[architecture].metadata}.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add[type(value)](f"{architecture}.{key}", value)  # type: ignore[operator]
+        add[type(value)](f"{written_as}.{key}", value)  # type: ignore[operator]
     for name, values in _tensors(directory, spec, architecture):
         part = name.split(".")[2] if name.startswith("blk.") else name
         kind = next((kind for start, kind in types.special.items() if part.startswith(start)), types.usual)
@@ -178,6 +230,13 @@ def _tensors(directory: Path, spec: ModelSpec, architecture: str) -> Iterator[tu
                 if architecture == "llama" and part in ("self_attn.q_proj", "self_attn.k_proj"):
                     heads = values.shape[0] // spec.head_dim
                     values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+                if part == "self_attn.kv_b_proj" and architecture == "deepseek2":
+                    heads = values.reshape(spec.num_heads, -1, values.shape[1])
+                    yield f"blk.{layer}.attn_k_b.weight", heads[:, :32].swapaxes(1, 2)
+                    yield f"blk.{layer}.attn_v_b.weight", heads[:, 32:]
+                    continue
+                if kind == "e_score_correction_bias":
+                    part, kind = "mlp.gate.e_score_correction_bias", "bias"
                 stored = {**_PARTS, **MODELS[architecture].parts}[part]
                 yield f"blk.{layer}.{stored}.{'weight' if kind == 'sinks' else kind}", values
     for name, matrices in stacks.items():

@@ -124,8 +124,8 @@ def test_models_that_would_answer_wrongly_are_refused(tmp_path: Path, key: str, 
 def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'mamba' is not supported.*llama, qwen2"):
         open_checkpoint(str(write_gguf_model(tmp_path / "m.gguf", "mamba")))
-    with pytest.raises(CheckpointError, match=r"'deepseek2' is not supported in GGUF: latent attention"):
-        open_checkpoint(str(write_gguf_model(tmp_path / "m.gguf", "deepseek2")))
+    with pytest.raises(CheckpointError, match=r"'glm4moe' is not supported in GGUF: GLM-4's mixture"):
+        open_checkpoint(str(write_gguf_model(tmp_path / "m.gguf", "glm4moe")))
 
 
 def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:

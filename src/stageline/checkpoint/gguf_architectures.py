@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from stageline.checkpoint.architectures.experts import SWIGLU_ALPHA, SWIGLU_LIMIT
 from stageline.checkpoint.fields import Fields
-from stageline.checkpoint.gguf_experts import GgufExperts, expert_parts
+from stageline.checkpoint.gguf_experts import SELECTION_BIAS, GgufExperts, expert_parts
+from stageline.checkpoint.gguf_latent import LATENT_PARTS, deepseek2
 from stageline.checkpoint.model_spec import ModelSpec, RopeSpec
 
 _SANDWICH_NORMS = {
@@ -36,6 +37,7 @@ class GgufArchitecture:
     has_rope_pairs: whether rows of q and k are stored with the two numbers of a rotated pair side by side.
     block_parts: a block's tensor names that mean something else than usual, or nothing in other architectures.
     experts: of files that have a mixture of experts; None if there are no such files.
+    is_latent: whether it has latent attention.
     yarn_rounds_ramp: whether the ramp of YaRN begins and ends at whole frequencies; None if YaRN is not supported.
     refine: completes the shape.
     """
@@ -44,6 +46,7 @@ class GgufArchitecture:
     has_rope_pairs: bool = False
     block_parts: dict[str, str] = field(default_factory=dict)
     experts: GgufExperts | None = None
+    is_latent: bool = False
     yarn_rounds_ramp: bool | None = None
     refine: Callable[[Fields, ModelSpec], ModelSpec] = _as_it_is
 
@@ -97,6 +100,15 @@ _QWEN_SHARED_EXPERT = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_DEEPSEEK_SHARED_EXPERTS = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    SELECTION_BIAS: "mlp.gate.e_score_correction_bias",
+}
+_DEEPSEEK = GgufExperts(
+    "deepseek", {**_QWEN_EXPERTS, **_DEEPSEEK_SHARED_EXPERTS}, normalizes_weights=False, has_groups=True
+)
 _MIXTRAL = GgufExperts(
     "mixtral", expert_parts("block_sparse_moe", "gate", gate="w1", up="w3", down="w2"), is_optional=True
 )
@@ -129,11 +141,19 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         experts=_GPT_OSS,
         yarn_rounds_ramp=False,
     ),
+    "deepseek2": GgufArchitecture(
+        "deepseek",
+        block_parts=LATENT_PARTS,
+        refine=deepseek2,
+        experts=_DEEPSEEK,
+        is_latent=True,
+        yarn_rounds_ramp=True,
+    ),
 }
 """By the name under `general.architecture`."""
 
 NOT_SUPPORTED = {
-    "deepseek2": "latent attention is not read from GGUF files; give the model's directory with safetensors",
+    "deepseek": "the first DeepSeek is not supported, DeepSeek-V2 and later are",
     "glm4moe": "GLM-4's mixture of experts is not supported",
 }
 """Architectures that one may well ask for, and why they are refused."""

@@ -23,6 +23,9 @@ from stageline.errors import CheckpointError
 EACH = "*"
 """Stands for an expert's number in the name of a tensor that holds one matrix for each."""
 
+SELECTION_BIAS = "exp_probs_b"
+"""A block's part that takes part in choosing experts."""
+
 # Source: enum llama_expert_gating_func_type of llama.cpp. The third is softmax over those chosen, which is the same as
 # softmax over all whose chosen ones are made to add up to one.
 _SCORINGS = {0: "softmax", 1: "softmax", 2: "sigmoid", 3: "softmax"}
@@ -38,6 +41,7 @@ class GgufExperts:
         parts: Hugging Face's names of a block's tensors by those in the file.
         normalizes_weights: where the file does not say so.
         is_optional: whether there are also files without experts.
+        has_groups: whether experts may be chosen by groups.
         has_shared_gate, has_bias, activation, swiglu_alpha, swiglu_limit: as of a `MoeSpec`.
     """
 
@@ -45,6 +49,7 @@ class GgufExperts:
     parts: dict[str, str]
     normalizes_weights: bool = True
     is_optional: bool = False
+    has_groups: bool = False
     has_shared_gate: bool = False
     has_bias: bool = False
     activation: str = "silu"
@@ -70,7 +75,8 @@ def add_experts(gguf: GgufFile, fields: Fields, architecture: str, spec: ModelSp
         return spec
     if not num_experts:
         raise CheckpointError(f"{gguf.path}: {architecture}.expert_count is 0, but such models have experts")
-    if fields.integer(f"{architecture}.expert_group_count", default=1, lowest=0) > 1:
+    num_groups = fields.integer(f"{architecture}.expert_group_count", default=0, lowest=0) or 1
+    if num_groups > 1 and not kind.has_groups:
         raise CheckpointError(f"{gguf.path}: experts that are chosen by groups are not supported in {architecture}")
     gating = fields.integer(f"{architecture}.expert_gating_func", default=0, lowest=0)
     if gating not in _SCORINGS:
@@ -90,6 +96,10 @@ def add_experts(gguf: GgufFile, fields: Fields, architecture: str, spec: ModelSp
         intermediate_size=_told_size(fields, f"{architecture}.expert_feed_forward_length", sizes.routed),
         normalizes_weights=normalizes or gating == _SOFTMAX_OF_CHOSEN,
         scoring=_SCORINGS[gating],
+        num_groups=num_groups,
+        num_groups_per_token=fields.integer(f"{architecture}.expert_group_used_count") if num_groups > 1 else 1,
+        group_score_experts=2 if num_groups > 1 and _SCORINGS[gating] == "sigmoid" else 1,
+        has_selection_bias=any(tensor.name.endswith(f".{SELECTION_BIAS}.bias") for tensor in gguf.tensors),
         weight_factor=fields.number(f"{architecture}.expert_weights_scale") if has_scale else 1.0,
         shared_intermediate_size=shared_size,
         has_shared_gate=kind.has_shared_gate and bool(shared_size),

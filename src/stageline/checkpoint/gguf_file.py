@@ -35,7 +35,7 @@ _BLOCK_PARTS = {
 }
 # Files of the first months have a tensor for each expert, whose number stands behind the part.
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.([a-z_]+)(?:\.(\d+))?\.(weight|bias)")
-_WITHOUT_SUFFIX = ("self_attn.sinks",)
+_WITHOUT_SUFFIX = ("self_attn.sinks", "mlp.gate.e_score_correction_bias")
 _ROUTER_PART = "ffn_gate_inp"
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 LARGEST_HEAD_DIM = 65536
@@ -98,6 +98,8 @@ def _spec(gguf: GgufFile, fields: Fields, architecture: str, kind: GgufArchitect
     hidden_size = fields.integer(f"{architecture}.embedding_length")
     num_heads = fields.integer(f"{architecture}.attention.head_count")
     head_dim = fields.integer(f"{architecture}.attention.key_length", default=max(1, hidden_size // num_heads))
+    if kind.is_latent:
+        head_dim = fields.integer(f"{architecture}.rope.dimension_count")
     spec = ModelSpec(
         family=kind.family,
         num_layers=fields.integer(f"{architecture}.block_count"),

@@ -97,6 +97,7 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
         q_lora_rank: rank that queries pass through; None if they are projected at once.
         kv_lora_rank: numbers of the compressed row, to which `qk_rope_head_dim` rotated ones are added.
         qk_nope_head_dim: numbers of a head's query and key that are not rotated.
+        is_split: whether files hold what makes keys and values of the row in two tensors, the first transposed.
     """
 
     q_lora_rank: int | None
@@ -104,6 +105,7 @@ class MlaSpec(msgspec.Struct, frozen=True, kw_only=True):
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    is_split: bool = False
 
     @property
     def row_size(self) -> int:

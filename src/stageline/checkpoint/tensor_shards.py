@@ -202,6 +202,8 @@ class RankCuts:
             "q_proj": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
             "q_b_proj": mla.qk_nope_head_dim + mla.qk_rope_head_dim,
             "kv_b_proj": mla.qk_nope_head_dim + mla.v_head_dim,
+            "k_b_proj": 1,
+            "v_b_proj": 1,
         }
         if part in numbers_per_head:
             return self._evenly(0, spec.num_heads * numbers_per_head[part])

@@ -60,10 +60,8 @@ class DeepseekFamily(LlamaFamily):
         )
 
     def _latent_weights(self, prefix: str) -> LatentWeights:
-        mla, num_heads, has_query_norm = self._mla, self.spec.num_heads, self._mla.q_lora_rank is not None
-        size = mla.qk_nope_head_dim + mla.v_head_dim
-        up = self.reader.read(f"{prefix}.kv_b_proj.weight", (num_heads * size, mla.kv_lora_rank))
-        key_up, value_up = up.view(num_heads, size, -1).split_with_sizes([mla.qk_nope_head_dim, mla.v_head_dim], dim=1)
+        mla, has_query_norm = self._mla, self._mla.q_lora_rank is not None
+        key_up, value_up = self._from_rows(prefix)
         return LatentWeights(
             row_norm=self.norm_weight(f"{prefix}.kv_a_layernorm", mla.kv_lora_rank),
             query_norm=self.norm_weight(f"{prefix}.q_a_layernorm", mla.q_lora_rank or 0) if has_query_norm else None,
@@ -71,6 +69,18 @@ class DeepseekFamily(LlamaFamily):
             key_up=key_up.contiguous(),
             value_up=value_up.contiguous(),
         )
+
+    def _from_rows(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each head's matrices from the compressed row to its keys and its values: [heads, numbers, kv_lora_rank]."""
+        mla, num_heads, read = self._mla, self.spec.num_heads, self.reader.read
+        if mla.is_split:
+            keys = read(f"{prefix}.k_b_proj.weight", (num_heads, mla.kv_lora_rank, mla.qk_nope_head_dim))
+            values = read(f"{prefix}.v_b_proj.weight", (num_heads, mla.v_head_dim, mla.kv_lora_rank))
+            return keys.transpose(1, 2), values
+        size = mla.qk_nope_head_dim + mla.v_head_dim
+        up = read(f"{prefix}.kv_b_proj.weight", (num_heads * size, mla.kv_lora_rank))
+        keys, values = up.view(num_heads, size, -1).split_with_sizes([mla.qk_nope_head_dim, mla.v_head_dim], dim=1)
+        return keys, values
 
     def _projections(self, prefix: str) -> tuple[Linear, Linear]:
         """What the layer's input goes through first, side by side, and what gives queries."""
