@@ -88,6 +88,15 @@ def test_others_have_a_second_to_say_more_and_then_the_silent_end_is_lost(engine
     assert loss.reason == f"{NODE_1}: rank 0: no answer for 1.1 s, and stage 0 says: {BROKE}"
 
 
+def test_a_machine_of_which_no_stage_answers_is_silent_as_a_whole(engine: Engine) -> None:
+    engine.report()
+    engine.asks(but=(0, 4))
+    engine.wait(1.1)
+    loss = engine.blame.look(engine.now_s)
+    assert loss is not None and loss.stage_index == 1
+    assert loss.reason == f"{NODE_1}: no answer for 1.1 s, from any of its stages, and stage 0 says: {BROKE}"
+
+
 def test_who_was_silent_before_is_lost_at_once_and_other_silent_machines_are_told(engine: Engine) -> None:
     engine.asks(but=(0,))
     engine.wait(2.0)

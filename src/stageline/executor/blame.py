@@ -43,7 +43,7 @@ class Blame:
 
     def silent(self, process: int, reason: str) -> WorkerLost:
         """This one has been silent for too long. Args: reason: and for how long that was."""
-        return WorkerLost(self._ranks.all[process].stage_index, self.reason_of(process, reason) + self._others(process))
+        return self._silent(process, reason, "")
 
     # ---- a link that broke ----
 
@@ -86,8 +86,7 @@ class Blame:
         if not is_over:
             return None
         silence_s = max(owes_s, now_s - self._asked_s)
-        reason = f"no answer for {silence_s:.1f} s, and {seen}"
-        return WorkerLost(self._link_to, self.reason_of(self._suspect, reason) + self._others(self._suspect))
+        return self._silent(self._suspect, f"no answer for {silence_s:.1f} s", f", and {seen}")
 
     @property
     def _suspect(self) -> int:
@@ -111,17 +110,32 @@ class Blame:
     def _short_name(self, stage_index: int) -> str:
         return "" if self._remote is None else self._remote.machine_of(stage_index) or "the head"
 
-    def _others(self, lost: int) -> str:
-        """Which other machines are silent, too."""
-        least_s = max(self._watch.silent_s(lost) * _ALSO_SILENT_FRACTION, _LOOKS_S[-1])
-        own = self._short_name(self._ranks.all[lost].stage_index)
-        is_silent: dict[str, bool] = {}
+    def _silent(self, lost: int, reason: str, seen: str) -> WorkerLost:
+        """Its whole machine may be silent, and others, too."""
+        stage_index = self._ranks.all[lost].stage_index
+        own = self._short_name(stage_index)
+        is_silent = self._silent_machines(self._watch.silent_s(lost))
+        is_whole = is_silent.pop(own, False)
+        if is_whole and self._num_processes_on(own) > 1:
+            words = f"{self._machine(stage_index)}: {reason}, from any of its stages"
+        else:
+            words = self.reason_of(lost, reason)
+        others = [name for name, is_one in is_silent.items() if is_one]
+        if others:
+            is_nobody_left = is_whole and len(others) == len(is_silent)
+            hint = ": no other machine does; is this one's network up?" if is_nobody_left else ""
+            seen += f"; nor does {', '.join(others)} answer{hint}"
+        return WorkerLost(stage_index, words + seen)
+
+    def _num_processes_on(self, machine: str) -> int:
+        return sum(self._short_name(place.stage_index) == machine for place in self._ranks.all)
+
+    def _silent_machines(self, silence_s: float) -> dict[str, bool]:
+        """Whether nothing is heard from any stage of each other machine, by its name."""
+        least_s = silence_s * _ALSO_SILENT_FRACTION
+        found: dict[str, bool] = {}
         for process, place in enumerate(self._ranks.all):
-            if self._is_remote(place.stage_index) and (name := self._short_name(place.stage_index)) != own:
-                is_silent[name] = is_silent.get(name, True) and self._watch.silent_s(process) >= least_s
-        silent = [name for name, is_one in is_silent.items() if is_one]
-        if not silent:
-            return ""
-        is_nobody_left = len(silent) == len(is_silent) and own != "the head"
-        hint = ": no other machine does; is this one's network up?" if is_nobody_left else ""
-        return f"; nor does {', '.join(silent)} answer{hint}"
+            if self._is_remote(place.stage_index):
+                name, owes_s = self._short_name(place.stage_index), self._watch.silent_s(process)
+                found[name] = found.get(name, True) and owes_s > 0.0 and owes_s >= least_s
+        return found
