@@ -35,6 +35,22 @@ def test_a_plan_names_the_best_layout_its_stages_advice_and_commands(
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plan_with_experts_tells_how_they_are_shared_and_what_weights_it_takes_them_to_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = cluster_file(tmp_path, TWO_NODES_OF_H100)
+    assert main(["plan", "gpt-oss-20b", "--cluster", file, "-tp", "8", "-pp", "1", "-dp", "1"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "1  TP8+EP x PP1",
+        "the best; no EP: ",
+        "- experts whole or in parts: 64 rows take 32.0 of 32 experts",
+        "# weights are planned in mxfp4, but the engine makes them 16 bits when it loads them; --weights bf16 plans",
+        "stageline serve openai/gpt-oss-20b -tp 8 -pp 1 --enable-expert-parallel ",
+    ):
+        assert part in out
+
+
 def test_the_table_is_printed_as_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--table"]) == 0
     assert "  8x2    16    64     8.85     7233          452" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from pathlib import Path
 from stageline.cli.opening import check_can_write, written
 from stageline.config.flags import plan_config_from_args
 from stageline.config.plan_config import KV_DTYPES, PlanConfig
-from stageline.cost.model_costs import WeightFormat, model_costs
+from stageline.cost.model_costs import BYTES_PER_WEIGHT, WeightFormat, model_costs
 from stageline.errors import ConfigError
 from stageline.planner.advice import advise_speculation
 from stageline.planner.advisor import advise
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         format_layouts(result, args.top, any(node.device.price_per_hour for node in cluster.nodes)),
         f"best: {result.best.layout}\n{format_stages(result.best, cluster, config)}",
         f"advice:\n{format_advice([*advise(costs, cluster, config, result), *guesses])}",
-        f"to start it:\n{_note(result)}{format_commands(commands)}",
+        f"to start it:\n{_notes(result, weights)}{format_commands(commands)}",
     )
     print("\n\n".join(sections))
     return 0 if _write_files(args, result, model, cluster, config) else 1
@@ -85,11 +85,19 @@ def _check_length(model: KnownModel, config: PlanConfig) -> None:
         )
 
 
-def _note(result: SearchResult) -> str:
+def _notes(result: SearchResult, weights: WeightFormat) -> str:
+    """What the commands do not say."""
     units = [unit for replica in result.best.replicas for unit in replica]
-    if result.best.layout.tensor_parallel_size == 1 or all(unit.where.device.kind == "cpu" for unit in units):
-        return ""
-    return "# -tp above 1 has been measured on CPUs only; with -tp 1 nothing is shared\n"
+    is_on_cpus = all(unit.where.device.kind == "cpu" for unit in units)
+    notes = ""
+    if result.best.layout.tensor_parallel_size > 1 and not is_on_cpus:
+        notes += "# -tp above 1 has been measured on CPUs only; with -tp 1 nothing is shared\n"
+    small = [name for name in dict.fromkeys((weights.dense, weights.experts)) if BYTES_PER_WEIGHT[name] < 2]
+    if small:
+        way_out = "" if not is_on_cpus else " unless --quantization int8 is given and can keep them"
+        notes += f"# weights are planned in {' and '.join(small)}, but the engine makes them 16 bits when it loads them"
+        notes += f"{way_out}; --weights bf16 plans that\n"
+    return notes
 
 
 def _write_files(
