@@ -6,7 +6,9 @@ to read the file.
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,15 @@ CHATS = [
         {"role": "user", "content": "c\n1. d"},
     ],
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _read_once() -> Iterator[None]:
+    """`transformers` would read the file for each thing that it wants to know, and make a table of names per tensor."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +123,7 @@ def test_chat_prompts_equal_transformers(ours: Tokenizer, theirs: Any, add_gener
 
 def test_weights_equal_the_gguf_package_in_transformers_order(smollm2_gguf: Path) -> None:
     checkpoint = open_checkpoint(str(smollm2_gguf))
-    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(smollm2_gguf).tensors}
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(str(smollm2_gguf)).tensors}
     wanted = [name for name in checkpoint.tensors if ".29." in name or name == "model.norm.weight"]
     with CheckpointReader(checkpoint, torch.float32, torch.device("cpu")) as reader:
         for name in wanted:
