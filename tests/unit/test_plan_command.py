@@ -39,13 +39,15 @@ def test_a_plan_with_experts_tells_how_they_are_shared_and_what_weights_it_takes
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = cluster_file(tmp_path, TWO_NODES_OF_H100)
-    assert main(["plan", "gpt-oss-20b", "--cluster", file, "-tp", "8", "-pp", "1", "-dp", "1"]) == 0
+    words = ["plan", "gpt-oss-20b", "--cluster", file, "-tp", "8", "-pp", "1", "-dp", "1", "--kv-cache-dtype", "fp8"]
+    assert main(words) == 0
     out = capsys.readouterr().out
     for part in (
         "1  TP8+EP x PP1",
         "the best; no EP: ",
         "- experts whole or in parts: 64 rows take 32.0 of 32 experts",
         "# weights are planned in mxfp4, but the engine makes them 16 bits when it loads them; --weights bf16 plans",
+        "# the KV cache is planned in fp8, but the engine keeps it in its compute dtype",
         "stageline serve openai/gpt-oss-20b -tp 8 -pp 1 --enable-expert-parallel ",
     ):
         assert part in out

@@ -208,6 +208,21 @@ def test_replicas_in_several_nodes_have_ports_and_devices_of_their_own(tmp_path:
     assert [command.command.split()[-1] for command in commands] == ["8000", "8001", "8002", "8003"]
 
 
+def test_a_command_asks_for_the_kv_cache_that_the_plan_counts_on(tmp_path: Path) -> None:
+    """Llama 3.1 8B: 128 KiB of KV a token, 1,281 tokens are 81 blocks of 16; two ranks share a stage's."""
+    content = {"nodes": [{"device": "h100-sxm", "devices_per_node": 2, "link": "nvlink4"}]}
+    asked = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1, "concurrency": 10, "output_tokens": 257}
+    best = _search(tmp_path, "llama-3.1-8b", content, **asked).best
+    config = PlanConfig(concurrency=10, output_tokens=257)
+    [command] = serve_commands(best, "m", cluster(tmp_path, content), config)
+    assert engine_config_from_args(_serve_args(command.command)).kv_cache_memory == f"{10 * 81 * 16 // 8}MiB"
+    many = _search(tmp_path, "llama-3.1-8b", content, **{**asked, "concurrency": 2000}).best
+    [command] = serve_commands(many, "m", cluster(tmp_path, content), config)
+    room_mib = 2 * many.capacity.stages[0].kv_room_bytes / 2**20
+    text = engine_config_from_args(_serve_args(command.command)).kv_cache_memory
+    assert int(text.removesuffix("MiB")) == pytest.approx(room_mib, rel=0.001)
+
+
 def test_a_stage_on_a_cpu_has_a_thread_per_core(tmp_path: Path) -> None:
     content = {"nodes": [{"device": "raspberry-pi-5"}, {"device": "ryzen-9950x"}], "network": "ethernet-1g"}
     result = _search(tmp_path, "qwen3-0.6b", content, pipeline_parallel_size=2)

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         format_layouts(result, args.top, any(node.device.price_per_hour for node in cluster.nodes)),
         f"best: {result.best.layout}\n{format_stages(result.best, cluster, config)}",
         f"advice:\n{format_advice([*advise(costs, cluster, config, result), *guesses])}",
-        f"to start it:\n{_notes(result, weights)}{format_commands(commands)}",
+        f"to start it:\n{_notes(result, weights, config)}{format_commands(commands)}",
     )
     print("\n\n".join(sections))
     return 0 if _write_files(args, result, model, cluster, config) else 1
@@ -85,7 +85,7 @@ def _check_length(model: KnownModel, config: PlanConfig) -> None:
         )
 
 
-def _notes(result: SearchResult, weights: WeightFormat) -> str:
+def _notes(result: SearchResult, weights: WeightFormat, config: PlanConfig) -> str:
     """What the commands do not say."""
     units = [unit for replica in result.best.replicas for unit in replica]
     is_on_cpus = all(unit.where.device.kind == "cpu" for unit in units)
@@ -97,6 +97,8 @@ def _notes(result: SearchResult, weights: WeightFormat) -> str:
         way_out = "" if not is_on_cpus else " unless --quantization int8 is given and can keep them"
         notes += f"# weights are planned in {' and '.join(small)}, but the engine makes them 16 bits when it loads them"
         notes += f"{way_out}; --weights bf16 plans that\n"
+    if KV_DTYPES[config.kv_cache_dtype] < 2:
+        notes += f"# the KV cache is planned in {config.kv_cache_dtype}, but the engine keeps it in its compute dtype\n"
     return notes
 
 

@@ -6,6 +6,7 @@ own, with a head that serves the API; whoever has several puts a load balancer i
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from stageline.config.cluster_config import DEFAULT_CLUSTER_PORT
+from stageline.config.engine_config import EngineConfig
 from stageline.config.plan_config import PlanConfig
 from stageline.planner.cluster import Cluster
 from stageline.planner.layouts import LayoutPlan
@@ -148,10 +150,22 @@ def _limits(plan: LayoutPlan, config: PlanConfig) -> list[str]:
     decode = plan.decode
     words = ["--max-model-len", str(config.context_tokens), "--max-num-seqs", str(decode.num_requests)]
     budget = min(max(plan.batched_tokens, plan.prompt.chunk_tokens, decode.rows), config.max_num_batched_tokens)
-    words += ["--max-num-batched-tokens", str(budget)]
+    words += ["--max-num-batched-tokens", str(budget), "--kv-cache-memory", _kv_cache_memory(plan, config)]
     if decode.num_microbatches > plan.layout.pipeline_parallel_size > 1:
         words += ["--max-microbatches-in-flight", str(decode.num_microbatches)]
     return words
+
+
+def _kv_cache_memory(plan: LayoutPlan, config: PlanConfig) -> str:
+    """Of each stage with all its ranks: what the requests can use, as far as the plan has room for it."""
+    block_size = EngineConfig.block_size
+    num_tokens = plan.decode.num_requests * -(-config.context_tokens // block_size) * block_size
+    sizes = [
+        min(stage.kv_room_bytes, num_tokens * stage.kv_bytes_per_token) * where.num_devices
+        for stage, where in zip(plan.capacity.stages, plan.placement.stages, strict=True)
+    ]
+    texts = [f"{math.ceil(size / 2**20)}MiB" for size in sizes]
+    return texts[0] if len(set(texts)) == 1 else ",".join(texts)
 
 
 class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
