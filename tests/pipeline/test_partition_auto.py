@@ -68,7 +68,7 @@ def test_calibration_times_the_planned_layers_and_each_end_where_it_is(model: Pa
         heard.extend(measured)
         return stages_of((1, 4, 1))
 
-    executor = _executor(model, CalibrationPlan(PlannedMicrobatch(3, 20), (0, 2), choose), ranks="1,1,2")
+    executor = _executor(model, CalibrationPlan(PlannedMicrobatch(3, 20), (0, 2), choose), (2, 2, 2), ranks="1,1,2")
     try:
         executor.load()
         assert [len(stage.layers) for stage in executor.partition] == [1, 4, 1]
@@ -80,21 +80,28 @@ def test_calibration_times_the_planned_layers_and_each_end_where_it_is(model: Pa
     assert [times.head_s is not None for times in heard] == [False, False, True]
 
 
-def _executor(model: Path, calibration: CalibrationPlan, ranks: str = "1") -> MultiProcessExecutor:
-    config = EngineConfig(model=str(model), pipeline_parallel_size=3, tensor_parallel_size=ranks, **_settings())
-    return MultiProcessExecutor(config, str(model), stages_of((2, 2, 2)), 64, MonotonicClock(), calibration)
+def _executor(
+    model: Path, calibration: CalibrationPlan, counts: tuple[int, ...] = (3, 3), ranks: str = "1"
+) -> MultiProcessExecutor:
+    config = EngineConfig(
+        model=str(model), pipeline_parallel_size=len(counts), tensor_parallel_size=ranks, **_settings()
+    )
+    return MultiProcessExecutor(config, str(model), stages_of(counts), 64, MonotonicClock(), calibration)
 
 
-@pytest.mark.parametrize(("first", "end"), [(2, 6), (4, 3)])
-def test_layers_that_cannot_be_a_stage_s_are_refused_by_it(model: Path, first: int, end: int) -> None:
+@pytest.mark.parametrize(("stage_index", "first", "end"), [(0, 0, 6), (1, 4, 3)])
+def test_layers_that_cannot_be_a_stage_s_are_refused_by_it(
+    model: Path, stage_index: int, first: int, end: int
+) -> None:
 
     def choose(measured: list[StageItemTimes]) -> tuple[StageLayers, ...]:
-        wrong = StageLayers(stage_index=1, layers=range(first, end), is_first=False, is_last=False)
-        return (*stages_of((2, 2, 2))[:1], wrong, *stages_of((2, 2, 2))[2:])
+        stages = list(stages_of((3, 3)))
+        stages[stage_index] = dataclasses.replace(stages[stage_index], layers=range(first, end))
+        return tuple(stages)
 
     executor = _executor(model, CalibrationPlan(PlannedMicrobatch(2, 8), (0,), choose))
     try:
-        with pytest.raises(WorkerLost, match=rf"layers \[{first}, {end}\) of 6 for stage 1 of 3"):
+        with pytest.raises(WorkerLost, match=rf"layers \[{first}, {end}\) of 6 for stage {stage_index} of 2"):
             executor.load()
     finally:
         executor.close()
