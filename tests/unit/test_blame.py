@@ -126,6 +126,19 @@ def test_a_silent_process_is_named_with_its_machine(engine: Engine) -> None:
     assert str(loss) == f"stage 3 (s3) was lost: {NODE_2}: no sign of life within --heartbeat-timeout-s 4"
 
 
+def test_a_rank_that_misses_another_is_believed_if_no_end_is_noticed(engine: Engine) -> None:
+    report = Failed(1, "RankGone: the other ranks", "Traceback", False, 1, link_to=1)
+    assert engine.blame.begin(report, engine.now_s) is None
+    assert engine.blame.answered(1, engine.now_s) is None
+    engine.wait(0.4)
+    assert engine.blame.look(engine.now_s) is None
+    engine.wait(0.2)
+    loss = engine.blame.look(engine.now_s)
+    assert loss is not None and loss.reason == f"{NODE_1}: rank 1: RankGone: the other ranks"
+    left = engine.blame.word_of(2)
+    assert left is not None and left.remote_traceback == "Traceback" and engine.blame.word_of(1) is None
+
+
 def test_the_first_report_is_looked_into_and_what_leads_nowhere_is_none(engine: Engine) -> None:
     assert engine.blame.next_look_s() is None and engine.blame.look(engine.now_s) is None
     assert engine.report() == 1 and engine.report(2, 3) is None

@@ -17,6 +17,9 @@ _LOOKS_S = (0.0, 0.1, 0.3, 1.0)
 """When it is looked, after a report, whether the other end's machine is still connected, of which ZeroMQ tells only who
 sends to it; the last look ends the inquiry."""
 
+_RANK_S = 0.5
+"""Within which the end of a rank is noticed that another one of its stage misses."""
+
 _ALSO_SILENT_FRACTION = 0.5
 """Another machine is silent, too, if each of its stages has owed an answer for this part of the lost one's time."""
 
@@ -52,16 +55,18 @@ class Blame:
         if self._report is not None or report.link_to is None:
             return None
         self._report, self._link_to, self._asked_s, self._num_looks = report, report.link_to, now_s, 0
-        return self._suspect
+        return None if self._is_within_stage else self._suspect
 
     def next_look_s(self) -> float | None:
         """When `look` is due; None if there is nothing to find out."""
-        return None if self._report is None else self._asked_s + _LOOKS_S[self._num_looks]
+        if self._report is None:
+            return None
+        return self._asked_s + (_RANK_S if self._is_within_stage else _LOOKS_S[self._num_looks])
 
     def answered(self, process: int, asked_s: float) -> WorkerLost | None:
         """An answer to a question of that time: the other end's shows that it is the link that was lost."""
         report = self._report
-        if report is None or process != self._suspect or asked_s < self._asked_s:
+        if report is None or self._is_within_stage or process != self._suspect or asked_s < self._asked_s:
             return None
         ends = [self._short_name(report.stage_index), self._short_name(self._link_to)]
         between = f": look at the network between {' and '.join(ends)}" if all(ends) else ""
@@ -73,6 +78,8 @@ class Blame:
         report, due_s = self._report, self.next_look_s()
         if report is None or due_s is None:
             return None
+        if self._is_within_stage:
+            return None if now_s < due_s else self._own_word(report)
         # Who has owed an answer for long before the link broke is given no more time.
         owes_s = self._watch.silent_s(self._suspect)
         is_over = now_s - self._asked_s >= _LOOKS_S[-1] or owes_s >= _LOOKS_S[-1]
@@ -87,6 +94,20 @@ class Blame:
             return None
         silence_s = max(owes_s, now_s - self._asked_s)
         return self._silent(self._suspect, f"no answer for {silence_s:.1f} s", f", and {seen}")
+
+    def word_of(self, process: int) -> WorkerLost | None:
+        """What a process that has ended said before of another one, if nobody knew better."""
+        report = self._report
+        return None if report is None or self._process_of(report) != process else self._own_word(report)
+
+    def _own_word(self, report: Failed) -> WorkerLost:
+        reason = self.reason_of(self._process_of(report), report.message)
+        return WorkerLost(report.stage_index, reason, report.traceback)
+
+    @property
+    def _is_within_stage(self) -> bool:
+        """It is another rank of its own stage that the report misses; that one's end will be noticed."""
+        return self._report is not None and self._report.stage_index == self._link_to
 
     @property
     def _suspect(self) -> int:

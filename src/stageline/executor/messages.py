@@ -246,7 +246,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
     Args:
         is_config_error: the operator's to mend, so `message` says everything and the traceback is noise.
-        link_to: the stage at the other end of a link that broke; None if this is no such news.
+        link_to: the stage at the other end of a link that broke, its own if that is another of its ranks; None if this
+            is no such news.
     """
 
     stage_index: int

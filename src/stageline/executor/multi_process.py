@@ -406,9 +406,9 @@ class MultiProcessExecutor:
         self._watch.look(now_s)
         if self._incoming in ready or (self._remote is not None and self._remote.socket in ready):
             return False
-        for worker in self._running.workers:
-            if worker.exit_fd in ready:
-                self._raise_loss_of_ended(worker)
+        if ended := [worker for worker in self._running.workers if worker.exit_fd in ready]:
+            # Who misses another one may have left, too, by now.
+            self._raise_loss_of_ended(next((worker for worker in ended if worker.was_killed()), ended[0]))
         if (loss := self._blame.look(now_s)) is not None:
             raise loss
         if (silence := self._watch.silence()) is not None:
@@ -431,6 +431,8 @@ class MultiProcessExecutor:
         while self._incoming.poll(_milliseconds(max(0.0, deadline_s - time.monotonic()))):
             self._take_message(self._incoming.recv())
         process = self._ranks.process_of(ended.stage_index, ended.rank)
+        if (loss := self._blame.word_of(process)) is not None:
+            raise loss
         raise WorkerLost(ended.stage_index, self._blame.reason_of(process, ended.describe_exit()))
 
     def _heard_failed(self, message: Failed) -> None:

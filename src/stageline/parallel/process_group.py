@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from stageline.parallel.rank_gone import telling_of_a_lost_rank
+
 _PATIENCE = timedelta(days=1)
 """Whoever watches the ranks notices a lost one, and ends the others; torch's own limit would end idle ones."""
 
@@ -31,16 +33,19 @@ class ProcessGroupRanks:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = x.clone()
-        self._group.allreduce([total]).wait()
+        with telling_of_a_lost_rank():
+            self._group.allreduce([total]).wait()
         return total
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._group.allgather([parts], [x.contiguous()]).wait()
+        with telling_of_a_lost_rank():
+            self._group.allgather([parts], [x.contiguous()]).wait()
         return torch.stack(parts)
 
     def broadcast(self, x: torch.Tensor) -> None:
-        self._group.broadcast(x, 0).wait()
+        with telling_of_a_lost_rank():
+            self._group.broadcast(x, 0).wait()
 
 
 def _join(meeting_file: str, rank: int, size: int, device: torch.device) -> Any:

@@ -23,6 +23,7 @@ from stageline.links.child_process import read_message
 from stageline.links.frames import encode_message
 from stageline.links.sockets import Links
 from stageline.log import set_up_logging
+from stageline.parallel.rank_gone import RankGone
 from stageline.timeline.recorder import Recorder
 from stageline.timeline.stage_counters import StageAccount
 from stageline.worker.broken_links import BrokenLinks
@@ -106,4 +107,6 @@ def _last_words(config: WorkerConfig, error: BaseException) -> Failed:
         traceback="".join(traceback.format_exception(error)),
         is_config_error=isinstance(error, ConfigError),
         rank=config.rank,
+        # Another rank of this stage is to blame, if it is found to have ended.
+        link_to=config.stage_index if isinstance(error, RankGone) else None,
     )
