@@ -143,6 +143,7 @@ def test_a_node_that_comes_back_keeps_its_place_under_its_new_connection() -> No
         ({"rank": 0}, "rank", ["--node-rank is 0"]),
         ({"num_stages": 2}, "stages", ["too many stages", "node 1 2"]),
         ({"num_stages": 0}, "stages", ["--stages is 0", "at least 1"]),
+        ({"address": "10.0.0.9:5\nERROR"}, "connection", ["'10.0.0.9:5\\nERROR' is no address"]),
         ({"num_stages": -5}, "stages", ["--stages is -5", "at least 1"]),
     ],
 )
@@ -152,6 +153,13 @@ def test_what_does_not_fit_is_refused_with_both_values(changes: dict[str, Any], 
     assert nodes.refusal("one").step == step
     assert all(word in nodes.refusal("one").reason for word in words), nodes.refusal("one")
     assert nodes.ranks() == {}
+
+
+def test_a_name_is_one_line_of_the_log() -> None:
+    nodes = Nodes()
+    nodes.hello("one", host_name="b\nERROR all is lost" + "x" * 100)
+    assert str(nodes.membership.members[1]).startswith("node 1 (b?ERROR all is lostx") and len(nodes.ranks()) == 1
+    assert len(str(nodes.membership.members[1])) < 100
 
 
 def test_another_model_is_refused_also_by_the_head() -> None:

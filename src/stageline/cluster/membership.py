@@ -11,6 +11,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from stageline.cluster.handshake import HandshakeError, check_settings, check_software, share_stages
 from stageline.cluster.messages import (
     AreYouThere,
@@ -28,6 +30,8 @@ from stageline.cluster.messages import (
     ToNode,
     Welcome,
 )
+from stageline.errors import ConfigError
+from stageline.links.tcp_address import TcpAddress
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,7 @@ SILENCE_S = 3.0
 
 _MOST_NODES = 1024
 _CLOCK_NOTICE_S = 1.0
+_MOST_OF_A_NAME = 64
 
 HEAD = 0
 """The head's own rank."""
@@ -156,7 +161,7 @@ class Membership:
         """What it changes, and what is to be answered."""
         match message:
             case Hello():
-                return self._hello(identity, message, now_s)
+                return self._hello(identity, _in_one_line(message), now_s)
             case Ready():
                 return self._ready(identity, message)
             case Declined():
@@ -205,6 +210,7 @@ class Membership:
 
     def _hello(self, identity: bytes, hello: Hello, now_s: float) -> Answers:
         try:
+            _check_address(hello)
             check_software(hello.software, self._wanted.software)
             check_settings(hello.settings, self._wanted.settings)
             rank = self._rank_for(hello)
@@ -326,3 +332,17 @@ class Membership:
 
     def _of(self, identity: bytes) -> Member | None:
         return next((member for member in self._members.values() if member.identity == identity), None)
+
+
+def _in_one_line(hello: Hello) -> Hello:
+    """Its name goes into the log, whatever it calls itself."""
+    name = "".join(letter if letter.isprintable() else "?" for letter in hello.host_name[:_MOST_OF_A_NAME])
+    return replace(hello, host_name=name)
+
+
+def _check_address(hello: Hello) -> None:
+    """Raises: HandshakeError."""
+    try:
+        TcpAddress.parse(hello.address)
+    except ConfigError as error:
+        raise HandshakeError("connection", f"the node does not say where it is reached: {error}") from None
