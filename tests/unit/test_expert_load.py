@@ -69,6 +69,7 @@ def test_no_rank_has_more_than_there_is_and_many_tokens_even_out() -> None:
         busiest = busiest_experts(64, 6, num_tokens, 8)
         assert hit / 8 <= busiest <= min(8.0, hit)
         assert num_tokens * 6 / 8 <= busiest_rows(64, 6, num_tokens, 8) <= num_tokens * 6
+        assert busiest_rows(8, 2, num_tokens, 8) <= num_tokens, "one expert each, and a token takes it once"
     assert busiest_rows(64, 6, 5000, 8) == pytest.approx(5000 * 6 / 8, rel=0.03)
     # The number of draws from which on they are taken to be normal makes no step.
     assert busiest_draws(257, 2048, 8) - busiest_draws(256, 2048, 8) == pytest.approx(1 / 8, abs=0.25)

@@ -50,7 +50,8 @@ def busiest_rows(num_experts: int, num_per_token: int, num_tokens: int, num_rank
     mean = num_rows / num_ranks
     above = busiest_draws(num_rows, num_slots, num_ranks) - mean
     wider = math.sqrt((num_slots - 1) / (num_tokens * (num_experts - 1))) if num_experts > 1 else 1.0
-    return min(float(num_rows), mean + above * wider)
+    most = num_tokens * min(num_per_token, num_experts // num_ranks)
+    return min(float(most), mean + above * wider)
 
 
 @lru_cache(maxsize=4096)
