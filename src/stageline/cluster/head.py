@@ -347,12 +347,13 @@ class Head:
         self._send_frame(f"{self._identities[place]}.{thread}".encode(), frame)
 
     def receive(self) -> bytes | None:
-        self._answer(self._membership.forget_silent(self._clock.now_s()))
-        self._check_members()
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
+                # Only now: who was slow may be this machine, and the answers lay there.
+                self._answer(self._membership.forget_silent(self._clock.now_s()))
+                self._check_members()
                 self._raise_if_due()
                 return None
             if len(frames) != 2:
