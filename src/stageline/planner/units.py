@@ -47,7 +47,8 @@ def why_not_sharded(model: ModelCosts, size: int) -> str | None:
     """Why heads, MLPs or experts cannot be shared by so many devices, with the sizes that work; None if they can."""
     if _divides_heads(model, size):
         return model.why_not_shared(size)
-    works = [other for other in range(1, model.num_heads + 1) if _divides_heads(model, other)]
+    divide = [other for other in range(1, model.num_heads + 1) if _divides_heads(model, other)]
+    works = [other for other in divide if model.why_not_shared(other) is None]
     lower = max((other for other in works if other < size), default=1)
     higher = min((other for other in works if other > size), default=None)
     way_out = f"{lower} or {higher} would" if higher is not None else f"{lower} would"
