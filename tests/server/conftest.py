@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ KEY = "key-of-the-tests"
 MODEL = "smol"
 MAX_MODEL_LEN = 1024
 MAX_BODY_BYTES = 2**21
+
+PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""For clients of plain HTTP: without it each reads the certificates of all authorities, longer than most tests take."""
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +43,13 @@ def base_url(api_server: Served) -> str:
 @pytest.fixture
 def client(base_url: str) -> Iterator[openai.OpenAI]:
     """OpenAI's client. It never tries again: an error is what a test wants to see."""
-    with openai.OpenAI(base_url=f"{base_url}/v1", api_key=KEY, max_retries=0, timeout=DEADLINE_S) as client:
+    with openai.OpenAI(
+        base_url=f"{base_url}/v1",
+        api_key=KEY,
+        max_retries=0,
+        timeout=DEADLINE_S,
+        http_client=openai.DefaultHttpxClient(verify=PLAIN),
+    ) as client:
         yield client
 
 
@@ -47,7 +57,7 @@ def client(base_url: str) -> Iterator[openai.OpenAI]:
 def http(base_url: str) -> Iterator[httpx.Client]:
     """Plain HTTP, with the key."""
     headers = {"Authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=base_url, headers=headers, timeout=DEADLINE_S) as client:
+    with httpx.Client(base_url=base_url, headers=headers, timeout=DEADLINE_S, verify=PLAIN) as client:
         yield client
 
 
