@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from stageline.checkpoint import open_checkpoint, stage_file_bytes, stage_weight_bytes
+from stageline.checkpoint import Checkpoint, open_checkpoint, stage_file_bytes, stage_weight_bytes
+from stageline.checkpoint.checkpoint import TensorEntry
+from stageline.checkpoint.encodings import ENCODINGS
 from stageline.checkpoint.stage_tensors import can_stay_quantized, packed_bytes
-from stageline.checkpoint.tensor_shards import as_shared
+from stageline.checkpoint.tensor_shards import RankCuts, as_shared
 from stageline.errors import CheckpointError
 from stageline.kernels.quantized import QuantizedMatrix
 from stageline.weights.reader import CheckpointReader
+from stageline.weights.shard import ShardedReader
 from tests.model.chain import CPU, PROMPTS, Chain, cut, logits_in_mixed_batches
 from tests.model.family_reference import CUTS, References, assert_near
 from tests.model.gguf_expert_files import MODELS, Types, write_file
@@ -125,3 +130,52 @@ def test_stacks_of_another_number_of_experts_are_refused(
     monkeypatch.setitem(MODELS["qwen3moe"].metadata, "expert_feed_forward_length", 80)
     with pytest.raises(CheckpointError, match=r"expert_feed_forward_length is 80, .* experts of 64"):
         open_checkpoint(str(written("qwen3moe", Types())))
+
+
+def zeros_of(path: Path, spec_of: Path, encoding: str, shape: tuple[int, int], count: int) -> Checkpoint:
+    """So many experts' matrices to the layer's inner numbers' side, all zeros."""
+    num_bytes = ENCODINGS[encoding].num_bytes(shape[0] * shape[1])
+    with path.open("wb") as file:
+        file.truncate(num_bytes * count)
+    names = [f"model.layers.0.mlp.experts.{index}.down_proj.weight" for index in range(count)]
+    entries = [
+        TensorEntry(name, str(path), index * num_bytes, num_bytes, shape, encoding, name)
+        for index, name in enumerate(names)
+    ]
+    return Checkpoint(str(path), open_checkpoint(str(spec_of)).spec, {entry.name: entry for entry in entries})
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell what is resident")
+def test_many_small_matrices_take_the_memory_that_is_counted(
+    tmp_path: Path, written: Callable[[str, Types], Path]
+) -> None:
+    """What each was read into is used again for the next; malloc would keep it all, which is as much again."""
+    shape = (768, 2048)
+    checkpoint = zeros_of(tmp_path / "zeros", written("qwen3moe", Types()), "Q4_K", shape, 40)
+    counted = sum(packed_bytes(entry) for entry in checkpoint.tensors.values())
+    before = resident_bytes()
+    with CheckpointReader(checkpoint, torch.bfloat16, CPU, keeps_quantized=True) as reader:
+        matrices = [reader.read_matrix(name, shape) for name in checkpoint.tensors]
+        assert all(isinstance(matrix, QuantizedMatrix) for matrix in matrices)
+        assert resident_bytes() - before < 1.5 * counted
+
+
+def resident_bytes() -> int:
+    """Of this process, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_rank_keeps_nothing_of_a_matrix_but_its_part(tmp_path: Path, written: Callable[[str, Types], Path]) -> None:
+    """Blocks of 256 numbers cross the edge between two ranks, so the whole matrix is read first."""
+    checkpoint = zeros_of(tmp_path / "zeros", written("qwen3moe", Types()), "Q4_K", (64, 768), 1)
+    moe = checkpoint.spec.moe
+    assert moe is not None
+    spec = replace(checkpoint.spec, moe=replace(moe, intermediate_size=768))
+    with CheckpointReader(checkpoint, torch.bfloat16, CPU, keeps_quantized=True) as whole:
+        name = next(iter(checkpoint.tensors))
+        ShardedReader(whole, RankCuts(spec, 0, 2)).read_matrix(name, (64, 384))
+        free = whole.packed_memory._run.numel()
+        part = ShardedReader(whole, RankCuts(spec, 1, 2)).read_matrix(name, (64, 384))
+        assert isinstance(part, QuantizedMatrix) and part.shape == (64, 384)
+        assert free - whole.packed_memory._run.numel() == part.num_bytes

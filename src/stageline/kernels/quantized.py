@@ -114,21 +114,26 @@ class QuantizedMatrix:
         padded = padded.view(panels, _NUM_GROUPS, _GROUP, blocks, self.kind.num_scales)
         self.scales[panel : panel + panels].copy_(padded.permute(0, 3, 1, 4, 2))
 
-    def columns(self, runs: Sequence[range]) -> QuantizedMatrix | None:
-        """These columns as a matrix; None if a block crosses an edge."""
+    def columns(self, runs: Sequence[range], memory: HugePages) -> QuantizedMatrix | None:
+        """A copy of these columns, in that memory; None if a block crosses an edge."""
         if any(run.start % BLOCK or len(run) % BLOCK for run in runs):
             return None
         places = torch.tensor([column // BLOCK for run in runs for column in run[::BLOCK]])
-        numbers, scales = self.numbers.index_select(1, places), self.scales.index_select(1, places)
-        return QuantizedMatrix(self.kind, self.num_rows, sum(map(len, runs)), numbers, scales)
+        num_columns = sum(map(len, runs))
+        return self._selected(1, places, QuantizedMatrix.empty(self.kind, self.num_rows, num_columns, memory))
 
-    def panels(self, runs: Sequence[range]) -> QuantizedMatrix | None:
-        """These rows as a matrix; None if a panel crosses an edge."""
+    def panels(self, runs: Sequence[range], memory: HugePages) -> QuantizedMatrix | None:
+        """A copy of these rows, in that memory; None if a panel crosses an edge."""
         if any(run.start % _PANEL or len(run) % _PANEL for run in runs):
             return None
         places = torch.tensor([row // _PANEL for run in runs for row in run[::_PANEL]])
-        numbers, scales = self.numbers.index_select(0, places), self.scales.index_select(0, places)
-        return QuantizedMatrix(self.kind, sum(map(len, runs)), self.num_columns, numbers, scales)
+        num_rows = sum(map(len, runs))
+        return self._selected(0, places, QuantizedMatrix.empty(self.kind, num_rows, self.num_columns, memory))
+
+    def _selected(self, dimension: int, places: torch.Tensor, matrix: QuantizedMatrix) -> QuantizedMatrix:
+        torch.index_select(self.numbers, dimension, places, out=matrix.numbers)
+        torch.index_select(self.scales, dimension, places, out=matrix.scales)
+        return matrix
 
     def rows(self, places: torch.Tensor) -> torch.Tensor:
         """places: int64 [n]. Returns: these rows of the matrix, float32 [n, num_columns]."""

@@ -29,6 +29,9 @@ from stageline.weights.quantized_checkpoints import RAW_DTYPES, dequantize
 # multiple of every block size.
 RUN_ELEMENTS = 2**18
 DIRECT_RUN_BYTES = 2**22
+# What malloc takes from the system, and gives back, piece by piece.
+_LARGEST_ON_HEAP_BYTES = 2**25
+_ALIGNMENT_BYTES = 64
 
 
 class CheckpointReader:
@@ -55,6 +58,9 @@ class CheckpointReader:
         self._on_bytes = on_bytes
         self._keeps_quantized = keeps_quantized
         self._packed_memory = HugePages()
+        # Taken anew for each of many small matrices, memory for what is stored would not be used again: what stays of a
+        # matrix splits it.
+        self._kept_scratch = torch.empty(0, dtype=torch.uint8)
         self._descriptors: dict[str, int] = {}
         self._num_bytes_read = 0
 
@@ -65,6 +71,11 @@ class CheckpointReader:
     @property
     def device(self) -> torch.device:
         return self._device
+
+    @property
+    def packed_memory(self) -> HugePages:
+        """Where what stays quantised lies."""
+        return self._packed_memory
 
     @property
     def num_bytes_read(self) -> int:
@@ -93,16 +104,23 @@ class CheckpointReader:
         return self.read_entry(part_of(self.entry(name, shape), index), self._dtype)
 
     def read_transposed_part(
-        self, name: str, shape: tuple[int, int, int], index: int, runs: Sequence[slice]
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        index: int,
+        runs: Sequence[slice],
+        memory: HugePages | None = None,
     ) -> list[torch.Tensor] | list[QuantizedMatrix]:
         """As `read_part`, of the transposed part these runs of rows, each a matrix.
 
+        Args: memory: for those that stay quantised, instead of `packed_memory`.
         Returns: all may come as they are quantised in the checkpoint.
         """
         part = part_of(self.entry(name, shape), index)
         if self._keeps_quantized and can_stay_quantized(part):
-            numbers, scales = (self._read_raw(part.parts[name]) for name in ("numbers", "scales"))
-            kept = [pack_blocks(numbers[rows], scales[rows], self._packed_memory) for rows in runs]
+            stored = self._read_stored(part)
+            numbers, scales = stored["numbers"], stored["scales"]
+            kept = [pack_blocks(numbers[rows], scales[rows], memory or self._packed_memory) for rows in runs]
             if all(matrix is not None for matrix in kept):
                 return [matrix for matrix in kept if matrix is not None]
         transposed = self.read_entry(part, self._dtype).T
@@ -112,20 +130,20 @@ class CheckpointReader:
         """As `read`, but a matrix whose type integer products can work on stays quantised if that was asked for."""
         return self.read_matrix_entry(self.entry(name, shape))
 
-    def read_matrix_entry(self, entry: TensorEntry) -> torch.Tensor | QuantizedMatrix:
-        """As `read_matrix`, of what lies there."""
+    def read_matrix_entry(self, entry: TensorEntry, memory: HugePages | None = None) -> torch.Tensor | QuantizedMatrix:
+        """As `read_matrix`, of what lies there. Args: memory: if it stays quantised, instead of `packed_memory`."""
         if not self._keeps_quantized or not can_stay_quantized(entry):
             return self.read_entry(entry, self._dtype)
+        memory = memory or self._packed_memory
         if entry.parts:
-            stored = {part: self._read_raw(of_part) for part, of_part in entry.parts.items()}
-            kept = pack_parts(entry, stored, self._packed_memory)
+            kept = pack_parts(entry, self._read_stored(entry), memory)
             return self.read_entry(entry, self._dtype) if kept is None else kept
-        data = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        data = self._scratch(entry.num_bytes)
         self._read_directly(entry, data)
         rows = data.view(entry.shape[0], -1)
         if entry.rope_permuted_heads:
             rows = undo_rope_interleaving(rows, entry.rope_permuted_heads, entry.rope_permuted_dim)
-        packed = pack_matrix(rows, entry.encoding, self._packed_memory)
+        packed = pack_matrix(rows, entry.encoding, memory)
         return self.read_entry(entry, self._dtype) if packed is None else packed
 
     def close(self) -> None:
@@ -174,6 +192,25 @@ class CheckpointReader:
 
     def _read_raw(self, entry: TensorEntry) -> torch.Tensor:
         return self._read_direct(entry, RAW_DTYPES[entry.encoding]).view(entry.shape)
+
+    def _read_stored(self, entry: TensorEntry) -> dict[str, torch.Tensor]:
+        """A quantised matrix's parts as they are stored, in memory that the next call overwrites."""
+        sizes = [-(-part.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for part in entry.parts.values()]
+        places = self._scratch(sum(sizes)).split_with_sizes(sizes)
+        stored = {}
+        for (name, part), place in zip(entry.parts.items(), places, strict=True):
+            data = place[: part.num_bytes]
+            self._read_directly(part, data)
+            stored[name] = data.view(RAW_DTYPES[part.encoding]).view(part.shape)
+        return stored
+
+    def _scratch(self, num_bytes: int) -> torch.Tensor:
+        """uint8 [num_bytes], which the next call may give again."""
+        if num_bytes > _LARGEST_ON_HEAP_BYTES:
+            return torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes > self._kept_scratch.numel():
+            self._kept_scratch = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._kept_scratch[:num_bytes]
 
     def _missing(self, name: str) -> CheckpointError:
         tensors = self._checkpoint.tensors

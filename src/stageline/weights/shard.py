@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from stageline.checkpoint.checkpoint import TensorEntry
 from stageline.checkpoint.encodings import ENCODINGS
 from stageline.checkpoint.tensor_shards import Cut, RankCuts
+from stageline.kernels.huge_pages import HugePages
 from stageline.kernels.quantized import QuantizedMatrix
 from stageline.weights.reader import CheckpointReader, part_of
 
@@ -61,9 +62,9 @@ class ShardedReader:
         if cut.dimension == 1:  # of the transposed matrix, rows
             shifted = [slice(own.start + (rows.start or 0), own.stop, rows.step) for rows in runs]
             return self._whole.read_transposed_part(name, whole_shape, index, shifted)
-        matrices = self._whole.read_transposed_part(name, whole_shape, index, runs)
+        matrices = self._whole.read_transposed_part(name, whole_shape, index, runs, memory=HugePages())
         columns = Cut(1, cut.runs, cut.full_size)
-        return [_cut_matrix(matrix, columns, self.dtype) for matrix in matrices]  # type: ignore[return-value]
+        return [self._cut_matrix(matrix, columns) for matrix in matrices]  # type: ignore[return-value]
 
     def read_matrix(self, name: str, shape: tuple[int, int]) -> torch.Tensor | QuantizedMatrix:
         cut = self._cuts.cut_of(name)
@@ -72,7 +73,17 @@ class ShardedReader:
         entry = self._whole.entry(name, _whole_shape(shape, cut))
         if len(cut.runs) == 1 and (part := part_of_rows_or_columns(entry, cut.dimension, cut.runs[0])) is not None:
             return self._whole.read_matrix_entry(part)
-        return _cut_matrix(self._whole.read_matrix_entry(entry), cut, self.dtype)
+        # The whole matrix lies in memory of its own, which is free again behind this call.
+        return self._cut_matrix(self._whole.read_matrix_entry(entry, HugePages()), cut)
+
+    def _cut_matrix(self, matrix: torch.Tensor | QuantizedMatrix, cut: Cut) -> torch.Tensor | QuantizedMatrix:
+        """A packed matrix that cannot be cut as it is packed becomes floating-point."""
+        if isinstance(matrix, torch.Tensor):
+            return _cut_tensor(matrix, cut)
+        cut_packed = matrix.columns if cut.dimension == 1 else matrix.panels
+        if (part := cut_packed(cut.runs, self._whole.packed_memory)) is not None:
+            return part
+        return _cut_tensor(matrix.rows(torch.arange(matrix.num_rows)).to(self.dtype), cut)
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if self._cuts.is_of_another(name):
@@ -124,18 +135,6 @@ def part_of_rows_or_columns(entry: TensorEntry, dimension: int, run: range) -> T
         run_bytes=encoding.num_bytes(len(run)),
         stride_bytes=row_bytes,
     )
-
-
-def _cut_matrix(
-    matrix: torch.Tensor | QuantizedMatrix, cut: Cut, dtype: torch.dtype
-) -> torch.Tensor | QuantizedMatrix:
-    """A packed matrix that cannot be cut as it is packed becomes floating-point."""
-    if isinstance(matrix, torch.Tensor):
-        return _cut_tensor(matrix, cut)
-    cut_packed = matrix.columns if cut.dimension == 1 else matrix.panels
-    if (part := cut_packed(cut.runs)) is not None:
-        return part
-    return _cut_tensor(matrix.rows(torch.arange(matrix.num_rows)).to(dtype), cut)
 
 
 def _cut_tensor(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
