@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -46,7 +47,7 @@ class Node:
 
     def __init__(self, links: Links, head: Head, url: str, node_id: str) -> None:
         self._head = head
-        self._socket = links.caller(url, identity=f"node.{node_id}.{id(self)}".encode())
+        self._socket = links.caller(url, identity=f"node.{secrets.token_hex(12)}".encode())
         self._decoder: MessageDecoder[ToNode] = MessageDecoder(ToNode)
         self.node_id = node_id
 
