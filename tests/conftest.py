@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
+import os
+import resource
 import shutil
+import signal
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,14 +52,47 @@ def _place(item: pytest.Item) -> tuple[int, int]:
 @pytest.fixture(autouse=True)
 def _log_of_one_test() -> Iterator[None]:
     """Commands that run in the tests' own process set the level and end the propagation, of which pytest hears either
-    nothing or, where a test turns it on again, everything twice.
+    nothing or, where a test turns it on again, everything twice. And they leave a handler, which writes to what later
+    tests take for a command's own words.
     """
     logger = logging.getLogger("stageline")
-    level = logger.level
+    level, handlers = logger.level, list(logger.handlers)
     logger.propagate = True
     yield
     logger.setLevel(level)
+    logger.handlers[:] = handlers
     logger.propagate = True
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    """Which files of tests share a process, and in what order, differs from run to run."""
+    before = _process_state()
+    yield
+    after = _process_state()
+    assert {name: after[name] for name in before} == before
+
+
+def _process_state() -> dict[str, Any]:
+    """What tests might change and later ones depend on. Of torch only once somebody has imported it."""
+    ours = ("STAGELINE_", "VLLM_", "HF_", "HOME", "TMPDIR", "XDG_", "PATH", "OMP_")
+    state: dict[str, Any] = {
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(ours)},
+        "folder": Path.cwd(),
+        "temporary folder": tempfile.gettempdir(),
+        "interpreter": sys.executable,
+        # The alarm is that of the tests' own time limits.
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals() - {signal.SIGALRM}},
+        "address space": resource.getrlimit(resource.RLIMIT_AS),
+        "garbage collector": gc.isenabled(),
+        "log": (logging.root.level, logging.root.manager.disable),
+    }
+    if sys.platform == "linux":
+        state["cores"] = os.sched_getaffinity(0)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        state["torch"] = (torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled())
+    return state
 
 
 @pytest.fixture(scope="session")
