@@ -251,7 +251,7 @@ def test_a_stage_that_only_computes_for_long_is_not_lost(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Most of the time is a slowdown's, which costs no core: far beyond the limit, also where computing is quick."""
-    monkeypatch.setenv("STAGELINE_INJECT_SLOWDOWN", "s0:9")
+    monkeypatch.setenv("STAGELINE_INJECT_SLOWDOWN", "s0:6")
     num_tokens = 4000
     TinyModel(
         num_layers=2, hidden_size=512, intermediate_size=4096, max_position_embeddings=num_tokens + 1
