@@ -17,6 +17,7 @@ from stageline.checkpoint import Checkpoint, open_checkpoint, stage_file_bytes, 
 from stageline.errors import CheckpointError
 from stageline.weights.reader import RUN_ELEMENTS, CheckpointReader, undo_rope_interleaving
 from tests.tiny_models import TinyModel
+from tests.unit.checkpoint_files import split_gguf, write_gguf_model
 
 CPU = torch.device("cpu")
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -48,6 +49,23 @@ def test_weights_equal_those_transformers_wrote(
     for name, tensor in found.items():
         assert tensor.dtype == compute
         assert torch.equal(tensor, expected[name].to(compute)), name
+
+
+def test_a_stage_needs_only_those_of_a_split_models_files_that_have_its_layers(tmp_path: Path) -> None:
+    one = open_checkpoint(str(write_gguf_model(tmp_path / "m.gguf")))
+    parts = split_gguf(tmp_path / "m.gguf", tmp_path / "parts", 6)
+    several = open_checkpoint(str(tmp_path / "parts"))
+    names = stage_tensor_names(several, range(1, 2), is_first=False, is_last=False)
+    needed = {several.tensors[name].file for name in names}
+    assert len(parts) == 5 and len(needed) == 2
+    for part in parts:
+        if str(part) not in needed:
+            part.unlink()
+    expected = read_all(one, torch.float32)
+    with CheckpointReader(several, torch.float32, CPU) as reader:
+        for name in names:
+            assert torch.equal(reader.read(name, several.tensors[name].shape), expected[name]), name
+        assert reader.num_bytes_read == stage_file_bytes(one, range(1, 2), is_first=False, is_last=False)
 
 
 @given(num_heads=st.integers(1, 5), half=st.integers(1, 6), columns=st.integers(0, 3))

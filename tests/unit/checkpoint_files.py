@@ -128,3 +128,21 @@ def write_gguf_model(path: Path, architecture: str = "llama", has_head: bool = T
     add_model_tensors(writer, has_head)
     finish(writer)
     return path
+
+
+def split_gguf(model: Path, folder: Path, max_tensors: int, is_first_without_tensors: bool = False) -> list[Path]:
+    """The same model in files of at most so many tensors, NAME-00001-of-0000N.gguf in `folder`, in order."""
+    folder.mkdir(parents=True, exist_ok=True)
+    reader = gguf.GGUFReader(model)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(
+        folder / model.name, architecture, split_max_tensors=max_tensors, small_first_shard=is_first_without_tensors
+    )
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            sub_type = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub_type)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    finish(writer)
+    return sorted(folder.glob(f"{model.stem}-*.gguf"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stageline.checkpoint import generation_defaults, open_checkpoint
+from stageline.checkpoint import Checkpoint, generation_defaults, open_checkpoint, stage_file_bytes
+from stageline.checkpoint.digest import model_digest
 from stageline.checkpoint.gguf_container import read_gguf
+from stageline.checkpoint.stage_tensors import stage_tensor_names
+from stageline.checkpoint.tokenizer import load_tokenizer
 from stageline.errors import CheckpointError
 from tests.unit.checkpoint_files import (
     HEAD_DIM,
@@ -23,10 +27,13 @@ from tests.unit.checkpoint_files import (
     VOCAB,
     add_model_tensors,
     finish,
+    gguf_name,
     model_writer,
+    split_gguf,
     tensor_shapes,
     write_gguf_model,
 )
+from tests.unit.tokenizer_files import write_byte_level_gguf
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +116,7 @@ def test_all_ids_that_end_a_turn_are_kept_and_sampling_settings_read(tmp_path: P
         ("llama.expert_count", 8, "expert_count is 8, but no layer has experts"),
         ("llama.rope.dimension_count", 8, "8 of 16 dimensions"),
         ("llama.rope.scaling.type", "yarn", "'yarn'"),
-        ("split.count", 3, "one part of several"),
+        ("split.count", 3, "m.gguf is one of 3 files of a model.*m-00001-of-00003.gguf and so on"),
     ],
 )
 def test_models_that_would_answer_wrongly_are_refused(tmp_path: Path, key: str, value: Any, words: str) -> None:
@@ -204,6 +211,130 @@ def test_a_changed_byte_is_refused_or_harmless_but_never_a_crash(
     except CheckpointError:
         return
     assert all(entry.offset_bytes + entry.num_bytes <= len(data) for entry in checkpoint.tensors.values())
+
+
+def _stored(checkpoint: Checkpoint) -> dict[str, bytes]:
+    found = {}
+    for name, entry in checkpoint.tensors.items():
+        with open(entry.file, "rb") as file:
+            file.seek(entry.offset_bytes)
+            found[name] = file.read(entry.num_bytes)
+    return found
+
+
+@pytest.mark.parametrize("named", ["first", "last", "folder"])
+def test_a_model_in_several_files_is_the_same_model(tmp_path: Path, named: str) -> None:
+    """The cache of the hub's own client has links for files; what lies beside a link counts, not beside its target."""
+    whole = write_byte_level_gguf(tmp_path / "m.gguf", chat_template="{{ messages[0].content }}")
+    folder = tmp_path / "links"
+    folder.mkdir()
+    for number, part in enumerate(split_gguf(whole, tmp_path / "blobs", 9)):
+        target = part.rename(part.with_name(f"blob{number}"))
+        (folder / part.name).symlink_to(target)
+    parts = sorted(folder.iterdir())
+    model = {"first": parts[0], "last": parts[-1], "folder": folder}[named]
+    one, several = open_checkpoint(str(whole)), open_checkpoint(str(model))
+    assert len(parts) == 4 and {entry.file for entry in several.tensors.values()} == set(map(str, parts))
+    assert several.path == str(parts[0]) and several.is_gguf and several.spec == one.spec
+    assert _stored(several) == _stored(one) and model_digest(several) == model_digest(one)
+    layers = range(1, 3)
+    assert stage_file_bytes(several, layers, False, True) == stage_file_bytes(one, layers, False, True)
+    names = stage_tensor_names(several, layers, is_first=False, is_last=True)
+    assert str(parts[1]) in {several.tensors[name].file for name in names}
+    given = load_tokenizer(one, tokenizer=str(parts[-1]))
+    for tokenizer in (load_tokenizer(several), given):
+        assert tokenizer.serialized() == load_tokenizer(one).serialized()
+        assert tokenizer.chat_template_sources == ["{{ messages[0].content }}"]
+
+
+def test_the_first_file_may_have_metadata_alone_and_frequencies_of_rope_lie_in_any(tmp_path: Path) -> None:
+    divisors = np.linspace(1, 8, HEAD_DIM // 2, dtype=np.float32)
+    writer = model_writer(tmp_path / "m.gguf")
+    add_model_tensors(writer)
+    writer.add_tensor("rope_freqs.weight", divisors)
+    finish(writer)
+    parts = split_gguf(tmp_path / "m.gguf", tmp_path / "parts", 20, is_first_without_tensors=True)
+    several = open_checkpoint(str(parts[0]))
+    assert several.spec.rope.frequency_divisors == tuple(divisors.tolist())
+    assert {entry.file for entry in several.tensors.values()} == set(map(str, parts[1:]))
+    assert _stored(several) == _stored(open_checkpoint(str(tmp_path / "m.gguf")))
+
+
+def test_a_folder_of_several_models_is_not_guessed_from(tmp_path: Path, whole_file: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        split_gguf(Path(shutil.copy(whole_file, tmp_path / name / f"{name}.gguf")), tmp_path, 20)
+    with pytest.raises(CheckpointError, match=r"There is a-00001-of-00002\.gguf: give the path of that file"):
+        open_checkpoint(str(tmp_path))
+
+
+def _other_model(parts: list[Path], folder: Path, *, hidden: int = HIDDEN, has_head: bool = True) -> list[Path]:
+    """Files of another model under the same names. Args: hidden: of its layers."""
+    writer = model_writer(folder / "model.gguf")
+    for name, shape in tensor_shapes(has_head).items():
+        sizes = [hidden if size == HIDDEN else size for size in shape]
+        writer.add_tensor(gguf_name(name), np.zeros(sizes, dtype=np.float32))
+    finish(writer)
+    return split_gguf(folder / "model.gguf", folder / "other", -(-len(tensor_shapes(has_head)) // len(parts)))
+
+
+def _damage(fault: str, parts: list[Path], folder: Path) -> None:
+    """To the second of three files, which are of 10 tensors each."""
+    if fault == "missing":
+        parts[1].unlink()
+    elif fault == "all but one missing":
+        parts[0].unlink()
+        parts[2].unlink()
+    elif fault == "truncated":
+        parts[1].write_bytes(parts[1].read_bytes()[:-1000])
+    elif fault == "another place":
+        shutil.copy(parts[2], parts[1])
+    elif fault == "twice":
+        data = parts[1].read_bytes()
+        parts[1].write_bytes(data.replace(b"blk.1.attn_q.weight", b"blk.0.attn_q.weight"))
+    elif fault == "another count":
+        four = split_gguf(folder / "model.gguf", folder / "four", 8)
+        shutil.copy(four[1], parts[1])
+    elif fault == "another size":
+        shutil.copy(_other_model(parts, folder / "..", hidden=32)[1], parts[1])
+    elif fault == "another model's":
+        shutil.copy(_other_model(parts, folder / "..", has_head=False)[1], parts[1])
+    elif fault == "fewer tensors":
+        for part in parts:
+            key = b"split.tensors.count" + struct.pack("<I", 5)
+            part.write_bytes(part.read_bytes().replace(key + struct.pack("<i", 30), key + struct.pack("<i", 31)))
+    else:
+        assert fault == "no part"
+        shutil.copy(folder / "model.gguf", parts[1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("missing", r"parts has 2 of the model's 3 files; missing: model-00002-of-00003\.gguf$"),
+        ("all but one missing", r"has 1 of the model's 3 files; missing: model-00001-of-00003\.gguf, model-00003-of"),
+        ("truncated", r"2-of-00003\.gguf: truncated or damaged at tensor .*: \d+ bytes are needed, the file has \d+;"),
+        ("another place", r"2-of-00003\.gguf: it is file 3 of 3 \(split\.no is 2\), but named file 2$"),
+        ("twice", r"2-of-00003\.gguf: tensor blk\.0\.attn_q\.weight is there twice; first it is in model-00001-of-"),
+        ("another count", r"2-of-00003\.gguf: it is one of 4 files \(split\.count\), but named one of 3$"),
+        ("another size", r"2-of-00003\.gguf: tensor blk.* has shape .*32.*, but .* in model-00001-of.*64.*another m"),
+        ("another model's", r"2-of-00003\.gguf: it is of a model of 29 tensors .*, but model-00001-of.* of one of 30$"),
+        ("fewer tensors", r"1-of-00003\.gguf: the model has 31 tensors .* its 3 files have 30 \(10 \+ 10 \+ 10\)$"),
+        ("no part", r"2-of-00003\.gguf: it is one of 1 files \(split\.count\), but named one of 3$"),
+    ],
+)
+def test_files_that_make_no_whole_model_are_refused_with_names_and_numbers(
+    tmp_path: Path, fault: str, words: str
+) -> None:
+    folder = tmp_path / "one"
+    folder.mkdir()
+    parts = split_gguf(write_gguf_model(folder / "model.gguf"), tmp_path / "parts", 10)
+    assert len(parts) == 3 and open_checkpoint(str(parts[2]))
+    _damage(fault, parts, folder)
+    for model in parts[:1] if fault == "no part" else [part for part in parts if part.exists()]:
+        with pytest.raises(CheckpointError, match=words) as told:
+            open_checkpoint(str(model))
+        assert "\n" not in str(told.value)
 
 
 def test_smollm2_opens_with_its_published_shape(smollm2_gguf: Path) -> None:

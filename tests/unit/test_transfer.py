@@ -47,7 +47,14 @@ from stageline.transfer.messages import (
 from stageline.transfer.server import WeightServer
 from stageline.transfer.table import table_of
 from tests.hostile_frames import Enemy
-from tests.unit.checkpoint_files import HIDDEN, tensor_shapes, write_gguf_model, write_hf_directory, write_safetensors
+from tests.unit.checkpoint_files import (
+    HIDDEN,
+    split_gguf,
+    tensor_shapes,
+    write_gguf_model,
+    write_hf_directory,
+    write_safetensors,
+)
 
 KEY = LinkSecurity(ClusterKey(bytes(32)))
 PATIENCE_MS = 20_000
@@ -68,11 +75,14 @@ def _write_hf(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-@pytest.fixture(params=["hf", "gguf"])
+@pytest.fixture(params=["hf", "gguf", "gguf of several files"])
 def original(request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoint:
-    is_gguf = request.param == "gguf"
-    model = write_gguf_model(tmp_path / "its.gguf") if is_gguf else _write_hf(tmp_path / "its")
-    return open_checkpoint(str(model))
+    if request.param == "hf":
+        return open_checkpoint(str(_write_hf(tmp_path / "its")))
+    whole = write_gguf_model(tmp_path / "its.gguf")
+    if request.param == "gguf":
+        return open_checkpoint(str(whole))
+    return open_checkpoint(str(split_gguf(whole, tmp_path / "parts", 12, is_first_without_tensors=True)[0]))
 
 
 class Place:

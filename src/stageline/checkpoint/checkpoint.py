@@ -58,7 +58,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     """Everything about a model's files except the weights' bytes.
 
     Args:
-        path: the directory or GGUF file.
+        path: the directory or GGUF file; of a split model's files the first.
         spec: the model's shape.
         tensors: every tensor by its Hugging Face name.
     """

@@ -39,15 +39,17 @@ class GgufTensor:
     encoding: str
     offset_bytes: int
     num_bytes: int
+    file: Path
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The front of a GGUF file.
+    """The front of a GGUF file, or of the files of a split model together.
 
     Args:
+        path: of a split model's, the first file.
         metadata: values by key; arrays are lists. Those longer than SHORT_ARRAY are left out unless asked for.
-        tensors: in the file's order, `offset_bytes` counted from the file's start.
+        tensors: in the file's order, `offset_bytes` counted from the start of theirs.
     """
 
     path: Path
@@ -193,7 +195,8 @@ class _Walker:
                 f"tensor {name} of type {encoding.name} has rows of {shape[-1]} elements, not a multiple of "
                 f"{encoding.block_elements}"
             )
-        return GgufTensor(name, shape, encoding.name, data_start + offset, encoding.num_bytes(math.prod(shape)))
+        num_bytes = encoding.num_bytes(math.prod(shape))
+        return GgufTensor(name, shape, encoding.name, data_start + offset, num_bytes, self._path)
 
     def _encoding(self, name: str, type_id: int) -> Encoding:
         type_name = GGML_TYPE_NAMES.get(type_id, f"number {type_id}")
@@ -209,7 +212,7 @@ class _Walker:
             if tensor.offset_bytes < end:
                 raise self._error(f"tensors {previous} and {tensor.name} overlap at byte {tensor.offset_bytes}")
             end, previous = tensor.offset_bytes + tensor.num_bytes, tensor.name
-        if end > self._size:
+        if tensors and end > self._size:
             raise self._truncated(end, f"tensor {previous}")
 
     def _check_count(self, count: int, smallest_bytes: int, what: str) -> None:

@@ -1,4 +1,4 @@
-"""A GGUF file as a Checkpoint: its metadata becomes the ModelSpec, its tensor names become Hugging Face's."""
+"""A GGUF model as a Checkpoint: its metadata becomes the ModelSpec, its tensor names become Hugging Face's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
 from stageline.checkpoint.encodings import DTYPE_OF_ENCODING
 from stageline.checkpoint.fields import Fields
 from stageline.checkpoint.gguf_architectures import ARCHITECTURES, NOT_SUPPORTED, GgufArchitecture
-from stageline.checkpoint.gguf_container import GgufFile, GgufTensor, read_gguf
+from stageline.checkpoint.gguf_container import GgufFile, GgufTensor
 from stageline.checkpoint.gguf_experts import EACH, add_experts, one_entry_each, with_whole_experts
+from stageline.checkpoint.gguf_parts import read_model
 from stageline.checkpoint.hf_config import check_spec
 from stageline.checkpoint.model_spec import ModelSpec, RopeSpec
 from stageline.errors import CheckpointError
@@ -42,8 +43,9 @@ LARGEST_HEAD_DIM = 65536
 
 
 def open_gguf_file(path: Path) -> Checkpoint:
-    """Raises: CheckpointError."""
-    gguf = read_gguf(path)
+    """Args: path: of a split model's files, any. Raises: CheckpointError."""
+    gguf = read_model(path)
+    path = gguf.path
     fields = Fields(gguf.metadata, str(path))
     architecture = fields.string("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -52,15 +54,13 @@ def open_gguf_file(path: Path) -> Checkpoint:
             f"{path}: architecture {architecture!r} is not supported in GGUF{reason}; supported are "
             f"{', '.join(ARCHITECTURES)}"
         )
-    if fields.integer("split.count", default=1, lowest=0) > 1:
-        raise CheckpointError(f"{path} is one part of several; join them with `llama-gguf-split --merge` first")
     kind = ARCHITECTURES[architecture]
     spec = kind.refine(fields, _spec(gguf, fields, architecture, kind))
     check_spec(spec, str(path))
     entries: list[TensorEntry] = []
     for tensor in gguf.tensors:
         if tensor.name != _ROPE_FREQUENCIES:
-            entries += _entries(gguf, tensor, spec, kind)
+            entries += _entries(tensor, spec, kind)
     if spec.moe is not None:
         entries = with_whole_experts(entries)
     return Checkpoint(path=str(path), spec=spec, tensors={entry.name: entry for entry in entries})
@@ -171,14 +171,14 @@ def _frequency_divisors(gguf: GgufFile, head_dim: int) -> tuple[float, ...]:
         return ()
     if tensor.encoding != "F32" or tensor.shape != (head_dim // 2,) or head_dim > LARGEST_HEAD_DIM:
         raise CheckpointError(
-            f"{gguf.path}: tensor {tensor.name} is {tensor.encoding} of shape {tensor.shape}; expected F32 of "
+            f"{tensor.file}: tensor {tensor.name} is {tensor.encoding} of shape {tensor.shape}; expected F32 of "
             f"shape ({head_dim // 2},)"
         )
-    with gguf.path.open("rb") as file:
+    with tensor.file.open("rb") as file:
         file.seek(tensor.offset_bytes)
         divisors = struct.unpack(f"<{head_dim // 2}f", file.read(tensor.num_bytes))
     if not all(divisor > 0 for divisor in divisors):
-        raise CheckpointError(f"{gguf.path}: tensor {tensor.name} holds divisors that are not positive")
+        raise CheckpointError(f"{tensor.file}: tensor {tensor.name} holds divisors that are not positive")
     return divisors
 
 
@@ -195,11 +195,11 @@ def _eos_token_ids(fields: Fields) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for key in keys for i in fields.token_ids(f"tokenizer.ggml.{key}")))
 
 
-def _entries(gguf: GgufFile, tensor: GgufTensor, spec: ModelSpec, kind: GgufArchitecture) -> list[TensorEntry]:
+def _entries(tensor: GgufTensor, spec: ModelSpec, kind: GgufArchitecture) -> list[TensorEntry]:
     name = hugging_face_name(tensor.name, kind, spec.moe is not None)
     if name is None:
         raise CheckpointError(
-            f"{gguf.path}: tensor {tensor.name} belongs to no {spec.family} model that is supported; running without "
+            f"{tensor.file}: tensor {tensor.name} belongs to no {spec.family} model that is supported; running without "
             "it would give wrong answers"
         )
     permuted_heads = 0
@@ -209,7 +209,7 @@ def _entries(gguf: GgufFile, tensor: GgufTensor, spec: ModelSpec, kind: GgufArch
     is_gate = name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1
     entry = TensorEntry(
         name=name,
-        file=str(gguf.path),
+        file=str(tensor.file),
         offset_bytes=tensor.offset_bytes,
         num_bytes=tensor.num_bytes,
         shape=(1, *tensor.shape) if is_gate else tensor.shape,

@@ -38,6 +38,10 @@ def open_hf_directory(directory: Path) -> Checkpoint:
     return Checkpoint(path=str(directory), spec=spec, tensors=tensors)
 
 
+def has_safetensors(directory: Path) -> bool:
+    return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+
+
 def _with_pairs(entry: TensorEntry, spec: ModelSpec) -> TensorEntry:
     """Queries and keys whose rotated pairs are neighbours are put into halves as they are read."""
     heads_of = {".self_attn.q_proj.": spec.num_heads, ".self_attn.k_proj.": spec.num_kv_heads}

@@ -8,7 +8,8 @@ from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.encodings import ENCODINGS
 from stageline.checkpoint.gguf_container import is_gguf
 from stageline.checkpoint.gguf_file import open_gguf_file
-from stageline.checkpoint.hf_directory import open_hf_directory
+from stageline.checkpoint.gguf_parts import only_split_model
+from stageline.checkpoint.hf_directory import has_safetensors, open_hf_directory
 from stageline.checkpoint.hub import is_hub_id, resolve_hub_model
 from stageline.checkpoint.stage_tensors import stage_tensor_names
 from stageline.errors import CheckpointError
@@ -18,7 +19,8 @@ def open_checkpoint(model: str) -> Checkpoint:
     """Read everything about a model but its weights.
 
     Args:
-        model: a Hugging Face directory, a GGUF file, or a hub id (`organisation/name`).
+        model: a Hugging Face directory, a GGUF file (of a split model any, or their directory if it has no other), or a
+            hub id (`organisation/name`).
     Raises: CheckpointError, saying what was looked for and what was found.
     """
     checkpoint = _open(model)
@@ -29,7 +31,8 @@ def open_checkpoint(model: str) -> Checkpoint:
 def _open(model: str) -> Checkpoint:
     path = Path(model).expanduser()
     if path.is_dir():
-        return open_hf_directory(path)
+        part = None if has_safetensors(path) else only_split_model(path)
+        return open_hf_directory(path) if part is None else open_gguf_file(part)
     if path.is_file():
         if not is_gguf(path):
             raise CheckpointError(

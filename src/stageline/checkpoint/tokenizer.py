@@ -14,6 +14,7 @@ from stageline.checkpoint.chat_template import FIELD, ChatTemplate
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.decode_stream import REPLACEMENT, DecodeStream
 from stageline.checkpoint.gguf_container import is_gguf
+from stageline.checkpoint.gguf_parts import first_part
 from stageline.checkpoint.gguf_tokenizer import load_gguf_tokenizer
 from stageline.checkpoint.token_pieces import piece_bytes
 from stageline.errors import CheckpointError, ConfigError, RequestError
@@ -32,7 +33,7 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None, chat_te
         raise CheckpointError(f"--tokenizer {tokenizer} does not exist; give a directory, tokenizer.json or GGUF file")
     templates: Mapping[str, str]
     if origin.is_file() and is_gguf(origin):
-        loaded = load_gguf_tokenizer(origin)
+        loaded = load_gguf_tokenizer(first_part(origin))
         backend, special_tokens, templates = loaded.backend, loaded.special_tokens, loaded.chat_templates
     else:
         directory = origin if origin.is_dir() else origin.parent

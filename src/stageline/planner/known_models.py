@@ -18,6 +18,7 @@ import msgspec
 from stageline.checkpoint.fields import read_json_object
 from stageline.checkpoint.gguf_container import is_gguf
 from stageline.checkpoint.gguf_file import open_gguf_file
+from stageline.checkpoint.gguf_parts import only_split_model
 from stageline.checkpoint.hf_config import spec_from_config
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.cost.model_costs import WeightFormat
@@ -64,13 +65,15 @@ def model_names() -> list[str]:
 
 
 def find_model(name: str) -> KnownModel:
-    """A shipped model by name or hub id, a directory with config.json, that file itself, or a GGUF file.
+    """A shipped model by name or hub id, a directory with config.json, that file itself, or a GGUF file (or files).
 
     Raises: ConfigError, with the names that come close.
     """
     path = Path(name).expanduser()
     if path.is_dir() and (path / "config.json").is_file():
         return _of_config(name, read_json_object(path / "config.json"), str(path / "config.json"))
+    if path.is_dir():
+        path = only_split_model(path) or path
     if path.is_file():
         if path.suffix == ".json":
             return _of_config(name, read_json_object(path), str(path))

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from stageline.checkpoint.gguf_parts import part_path
 from stageline.checkpoint.hf_directory import CONFIG, GENERATION_CONFIG, INDEX
 from stageline.checkpoint.safetensors_index import read_safetensors_index
 from stageline.errors import CheckpointError
@@ -55,12 +56,15 @@ class CopyFiles:
                     os.ftruncate(file, num_bytes)
 
     def _name(self, number: int) -> str:
-        return GGUF if self._about.config is None else f"model-{number:05d}.safetensors"
+        if self._about.config is not None:
+            return f"model-{number:05d}.safetensors"
+        count = len(self._about.file_bytes)
+        return GGUF if count == 1 else part_path(Path(), "model", number + 1, count).name
 
     @property
     def path(self) -> str:
         """What `open_checkpoint` opens, once the fronts are there and `finish` was called."""
-        return str(self.folder / GGUF if self._about.config is None else self.folder)
+        return str(self.folder / self._name(0) if self._about.config is None else self.folder)
 
     def digest(self, run: Run, piece: int) -> bytes:
         """Of what is there; empty where nothing is."""
@@ -161,9 +165,9 @@ def check_cache(cache: Path) -> None:
 
 def check_about(about: AboutModel) -> None:
     """Raises: CheckpointError if that is no model's; names of files and folders are made of it."""
-    sizes, is_gguf = about.file_bytes, about.config is None
+    sizes = about.file_bytes
     is_plain = _is_plain(about.model_digest) and _is_plain(about.fingerprint)
-    has_files = 1 <= len(sizes) <= (1 if is_gguf else _MOST_FILES)
+    has_files = 1 <= len(sizes) <= _MOST_FILES and {run.file for run in about.fronts} == set(range(len(sizes)))
     are_possible = all(0 < size < _MOST_FILE_BYTES for size in sizes)
     if not (is_plain and has_files and are_possible) or not _are_inside(about.fronts, sizes):
         raise CheckpointError("what the head tells of its model cannot be: its files or their fronts are absurd")

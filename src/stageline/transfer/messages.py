@@ -97,7 +97,7 @@ class AboutModel(msgspec.Struct, frozen=True, kw_only=True, tag="about_model"):
 
     Args:
         fingerprint: hexadecimal; differs for models that differ in their weights only.
-        config: config.json of a Hugging Face directory; None for a GGUF file.
+        config: config.json of a Hugging Face directory; None for GGUF files.
         generation_config: generation_config.json, or nothing.
         file_bytes: sizes of the files with weights.
         fronts: what of them tells where the tensors lie.

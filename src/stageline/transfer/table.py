@@ -15,7 +15,7 @@ from pathlib import Path
 
 from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
 from stageline.checkpoint.digest import model_digest
-from stageline.checkpoint.gguf_container import read_gguf
+from stageline.checkpoint.gguf_parts import read_parts
 from stageline.transfer.messages import DIGEST_BYTES, Run
 
 _SAMPLE_BYTES = 512
@@ -44,15 +44,15 @@ class ModelTable:
 def table_of(checkpoint: Checkpoint) -> ModelTable:
     """The same on every machine that has the model, or a copy of its fronts."""
     stored = [(entry.name, part) for _, entry in sorted(checkpoint.tensors.items()) for part in _parts(entry)]
-    files = sorted({part.file for _, part in stored})
+    more = _not_stored(checkpoint, {(part.file, part.offset_bytes) for _, part in stored})
+    files = sorted({part.file for _, part in stored} | set(more))
     number_of = {file: number for number, file in enumerate(files)}
     tensors = [Run(number_of[part.file], part.offset_bytes, part.num_bytes) for _, part in stored]
     begins: dict[int, int] = {}
     for run in tensors:
         begins[run.file] = min(run.offset_bytes, begins.get(run.file, run.offset_bytes))
-    fronts = [Run(number, 0, begins[number]) for number in range(len(files))]
-    if checkpoint.is_gguf:
-        fronts += _small_tensors(checkpoint, {run.offset_bytes for run in tensors})
+    fronts = [Run(number, 0, begins.get(number, 0) or os.stat(file).st_size) for number, file in enumerate(files)]
+    fronts += [Run(number_of[file], *place) for file, places in more.items() for place in places]
     return ModelTable(tuple(files), tuple(fronts), tuple(tensors), tuple(name for name, _ in stored))
 
 
@@ -60,10 +60,18 @@ def _parts(entry: TensorEntry) -> list[TensorEntry]:
     return [part for _, part in sorted(entry.parts.items())] if entry.parts else [entry]
 
 
-def _small_tensors(checkpoint: Checkpoint, known: set[int]) -> list[Run]:
-    """What a GGUF file's metadata lie in, besides its front: frequencies of RoPE."""
-    tensors = read_gguf(Path(checkpoint.path)).tensors
-    return [Run(0, one.offset_bytes, one.num_bytes) for one in tensors if one.offset_bytes not in known]
+def _not_stored(checkpoint: Checkpoint, known: set[tuple[str, int]]) -> dict[str, list[tuple[int, int]]]:
+    """What a GGUF model's metadata lie in, besides its fronts: frequencies of RoPE.
+
+    Returns: for each of its files, also one without tensors, where such tensors begin and their bytes.
+    """
+    if not checkpoint.is_gguf:
+        return {}
+    parts = {str(part.path): part.tensors for part in read_parts(Path(checkpoint.path))}
+    return {
+        file: [(one.offset_bytes, one.num_bytes) for one in tensors if (file, one.offset_bytes) not in known]
+        for file, tensors in parts.items()
+    }
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> bytes:
@@ -75,6 +83,8 @@ def fingerprint_of(checkpoint: Checkpoint, table: ModelTable) -> str:
     found = hashlib.blake2b(model_digest(checkpoint).encode(), digest_size=DIGEST_BYTES)
     for number, runs in groupby(sorted(table.tensors, key=lambda run: run.file), key=lambda run: run.file):
         with open(table.files[number], "rb", buffering=0) as opened:
+            # Models of which one has its tensors in more files than the other have other copies.
+            found.update(b"file" * number)
             for run in runs:
                 found.update(os.pread(opened.fileno(), min(run.num_bytes, _SAMPLE_BYTES), run.offset_bytes))
     return found.hexdigest()
