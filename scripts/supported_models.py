@@ -43,7 +43,8 @@ than a ten-thousandth of the largest, and the likeliest token is the same.
 TAIL = """
 GGUF files: {gguf}
 (the names under `general.architecture`; llama with experts is Mixtral). Another architecture is refused by name before
-anything starts. How one is added: [adding_a_model.md](adding_a_model.md).
+anything starts. A model that is split over several files (`NAME-00001-of-00003.gguf`) is opened by any of them, which
+lie in one folder, or by that folder if it has no other. How one is added: [adding_a_model.md](adding_a_model.md).
 """
 
 

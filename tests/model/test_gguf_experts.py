@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from stageline.checkpoint import Checkpoint, open_checkpoint, stage_file_bytes, stage_weight_bytes
 from stageline.checkpoint.checkpoint import TensorEntry
+from stageline.checkpoint.digest import model_digest
 from stageline.checkpoint.encodings import ENCODINGS
 from stageline.checkpoint.stage_tensors import can_stay_quantized, packed_bytes
 from stageline.checkpoint.tensor_shards import RankCuts, as_shared
@@ -23,6 +24,7 @@ from tests.model.chain import CPU, PROMPTS, Chain, cut, logits_in_mixed_batches
 from tests.model.family_reference import CUTS, References, assert_near
 from tests.model.gguf_expert_files import MODELS, Types, write_file
 from tests.model.ranks_under_test import SharedChain
+from tests.unit.checkpoint_files import split_gguf
 
 QUANTIZED = {
     "llama": [Types("Q8_0"), Types("Q4_0"), Types("F16")],
@@ -118,6 +120,21 @@ def test_files_with_a_tensor_for_each_expert_are_read_too(
     found = logits_in_mixed_batches(SharedChain(path, cut(4), [2], deals_experts=True))
     for number in PROMPTS:
         assert_near(found[number], reference("llama").logits[number])
+
+
+@pytest.mark.parametrize("architecture", QUANTIZED)
+def test_experts_in_several_files_are_the_same_experts(
+    architecture: str, written: Callable[[str, Types], Path], tmp_path: Path
+) -> None:
+    """Each tensor that becomes an entry for each expert lies in another of the files."""
+    path = written(architecture, QUANTIZED[architecture][0])
+    one, several = open_checkpoint(str(path)), open_checkpoint(str(split_gguf(path, tmp_path / "parts", 9)[0]))
+    assert len({entry.file for entry in several.tensors.values()}) > 2
+    assert several.spec == one.spec and model_digest(several) == model_digest(one)
+    readers = [CheckpointReader(checkpoint, torch.float32, CPU) for checkpoint in (one, several)]
+    with readers[0], readers[1]:
+        for name, entry in one.tensors.items():
+            assert torch.equal(readers[0].read(name, entry.shape), readers[1].read(name, entry.shape)), name
 
 
 def test_stacks_of_another_number_of_experts_are_refused(

@@ -264,8 +264,10 @@ def test_a_folder_of_several_models_is_not_guessed_from(tmp_path: Path, whole_fi
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         split_gguf(Path(shutil.copy(whole_file, tmp_path / name / f"{name}.gguf")), tmp_path, 20)
-    with pytest.raises(CheckpointError, match=r"There is a-00001-of-00002\.gguf: give the path of that file"):
-        open_checkpoint(str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"There is a-00001-of-00002\.gguf: give the path of that file"):
+            open_checkpoint(str(tmp_path))
+        (tmp_path / "config.json").write_text("{}")
 
 
 def _other_model(parts: list[Path], folder: Path, *, hidden: int = HIDDEN, has_head: bool = True) -> list[Path]:

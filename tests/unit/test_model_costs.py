@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from stageline.cost.model_costs import BYTES_PER_WEIGHT, WeightFormat, model_costs
 from stageline.errors import ConfigError
 from stageline.planner.known_models import find_model, model_names
+from tests.unit.checkpoint_files import split_gguf, write_gguf_model
 
 # Billions: all parameters, and those that one token is multiplied with; the embedding is looked up, so not among them.
 PUBLISHED = {
@@ -112,6 +115,14 @@ def test_an_unknown_weight_format_is_refused_with_those_there_are() -> None:
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B", "Meta-Llama-3.1-8B-Instruct"])
 def test_a_model_is_found_by_hub_id_in_any_of_its_spellings(name: str) -> None:
     assert find_model(name).spec.num_layers == 32
+
+
+def test_a_gguf_model_is_found_by_its_file_and_of_several_by_any_or_their_folder(tmp_path: Path) -> None:
+    whole = write_gguf_model(tmp_path / "m.gguf")
+    first, second = split_gguf(whole, tmp_path / "parts", 20)
+    for path in (first, second, first.parent):
+        assert find_model(str(path)).spec == find_model(str(whole)).spec
+        assert find_model(str(path)).source == str(first if path.is_dir() else path)
 
 
 def test_an_unknown_model_is_refused_with_what_comes_close() -> None:

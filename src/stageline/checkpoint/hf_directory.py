@@ -26,7 +26,8 @@ def open_hf_directory(directory: Path) -> Checkpoint:
     """
     config_path = directory / CONFIG
     if not config_path.is_file():
-        raise CheckpointError(f"{directory} has no {CONFIG}{_hint(directory)}")
+        wanted = f"looked for {CONFIG} with {SINGLE} or {INDEX}"
+        raise CheckpointError(f"{directory} has no {CONFIG}; {wanted}{_hint(directory)}")
     config = read_json_object(config_path)
     generation_config = read_optional_json(directory / GENERATION_CONFIG)
     tensors = _index_tensors(directory)
@@ -55,9 +56,8 @@ def read_optional_json(path: Path) -> dict[str, object]:
 
 
 def _hint(directory: Path) -> str:
-    wanted = f"; looked for {CONFIG} with {SINGLE} or {INDEX}"
     gguf_files = sorted(path.name for path in directory.glob("*.gguf"))
-    return wanted + (f". There is {gguf_files[0]}: give the path of that file itself" if gguf_files else "")
+    return f". There is {gguf_files[0]}: give the path of that file itself" if gguf_files else ""
 
 
 def _stored_dtype(tensors: dict[str, TensorEntry]) -> str:
@@ -73,7 +73,7 @@ def _index_tensors(directory: Path) -> dict[str, TensorEntry]:
     else:
         pickled = any(directory.glob("pytorch_model*.bin"))
         note = " (pytorch_model.bin is not read, unpickling runs code: convert it to safetensors)" if pickled else ""
-        raise CheckpointError(f"{directory} has no weights; looked for {SINGLE} and {INDEX}{note}")
+        raise CheckpointError(f"{directory} has no weights; looked for {SINGLE} and {INDEX}{note}{_hint(directory)}")
     # Old checkpoints store this buffer; it is computed from the config instead.
     return {name: entry for name, entry in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
 
