@@ -218,12 +218,15 @@ async def _run(
             is_interrupted = True
             run.stop()
 
+        before = signal.getsignal(signal.SIGINT)
         loop.add_signal_handler(signal.SIGINT, interrupt)
         try:
             result = await run.run()
             return result, is_interrupted
         finally:
             loop.remove_signal_handler(signal.SIGINT)
+            # The loop leaves Python's own, also where an interrupt was ignored before.
+            signal.signal(signal.SIGINT, before)
 
 
 def _write(args: argparse.Namespace, reports: list[Report]) -> bool:
