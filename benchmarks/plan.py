@@ -39,6 +39,9 @@ from stageline.timeline.view import format_split
 INPUT_LEN, OUTPUT_LEN = 128, 64
 ROUNDS = ((1, 2), (3,))
 """Seeds of their prompts; after each group the machine is calibrated again."""
+
+SHORT_CELL_REQUESTS, SHORT_CELL_RUNS = 1, 3
+"""One request is over within a second, so it is sent more often in each round."""
 CELL_TARGET, MEDIAN_TARGET = 0.15, 0.08
 
 
@@ -165,7 +168,8 @@ def main() -> None:
         cells: dict[tuple[int, int], list[Measured]] = {}
         for seeds in ROUNDS:
             for seed, (index, llm), num_requests in product(seeds, enumerate(llms), args.requests):
-                cells.setdefault((index, num_requests), []).append(measure(llm, num_requests, seed))
+                for _ in range(SHORT_CELL_RUNS if num_requests <= SHORT_CELL_REQUESTS else 1):
+                    cells.setdefault((index, num_requests), []).append(measure(llm, num_requests, seed))
             profiles.append(calibrated(args.model))
     errors = report(llms, cells, profiles, args.ways)
     sizes = [abs(error) for error in errors.values()]

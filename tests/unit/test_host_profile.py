@@ -49,7 +49,9 @@ def profile() -> HostProfile:
         prefill_attention_s=2e-9,
         contention=(Factors((1, 9), (1.8, 1.0)),),
         run=RUN,
-        crowded_run=msgspec.structs.replace(RUN, to_next_stage_s=9e-5, work=1.25, core_share=Factors((4,), (0.9,))),
+        crowded_run=msgspec.structs.replace(
+            RUN, to_next_stage_s=9e-5, work=Factors((1, 4), (1.25, 1.0)), core_share=Factors((4,), (0.9,))
+        ),
         message_send_s=1e-5,
         link_bytes_per_s=1e9,
         engine=EngineCosts(1e-4, 1e-6, 2e-5, 3e-6, 1e-5, 2e-6),
@@ -108,7 +110,7 @@ def test_stages_that_outnumber_the_cores_pay_for_it() -> None:
         run = profile().run if has_own_cores else profile().crowded_run
         assert (pipeline.to_stages_s, pipeline.host.core_share(9)) == (run.to_stages_s, run.core_share.at(9))
         [first, *_] = stage_times_of(profile(), SHAPE, stages_of(counts))(decodes(1, 0))
-        assert first == pytest.approx(run.work * (1e-4 + counts[0] * 1e-3 + (len(counts) == 1) * 2e-3))
+        assert first == pytest.approx(run.work.at(1) * (1e-4 + counts[0] * 1e-3 + (len(counts) == 1) * 2e-3))
 
 
 def test_what_was_kept_is_found_again_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

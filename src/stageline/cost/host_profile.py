@@ -106,6 +106,9 @@ class Factors(msgspec.Struct, frozen=True):
         return float(np.interp(num_tokens, self.tokens, self.factors))
 
 
+_ALL_OF_IT = Factors((1,), (1.0,))
+
+
 class RunCosts(msgspec.Struct, frozen=True):
     """What a pipeline that ran took besides computing, in seconds; see `SimulatedPipeline`.
 
@@ -115,7 +118,7 @@ class RunCosts(msgspec.Struct, frozen=True):
         send_s: a stage's for activations.
         hand_on_s, result_send_s: the last stage's for tokens that go to the first, and for the result.
         to_stages_s, to_next_stage_s, to_engine_s: from a send until who waited for it has it.
-        work: how many times as long computing takes as on a core of its own.
+        work: how many times as long computing so many tokens takes as on a core of its own.
         core_share: of the cores that more stages want than there are, how much one gets that has so many tokens; the
             rest is idle while who waits for a core is found.
     """
@@ -129,8 +132,8 @@ class RunCosts(msgspec.Struct, frozen=True):
     to_stages_s: float
     to_next_stage_s: float
     to_engine_s: float
-    work: float = 1.0
-    core_share: Factors = Factors((1,), (1.0,))
+    work: Factors = _ALL_OF_IT
+    core_share: Factors = _ALL_OF_IT
 
 
 class EngineCosts(msgspec.Struct, frozen=True):
@@ -223,11 +226,11 @@ def stage_times_of(
     kv_worth = shape.kv_bytes_per_token / measured.kv_bytes_per_token
     attention_worth = [len(part.layers) * kv_worth for part in partition]
     head_worth = shape.head_weights / measured.head_weights
-    work = profile.run_of(len(partition)).work
+    run = profile.run_of(len(partition))
 
     def stage_times(microbatch: Microbatch) -> list[float]:
         found = MicrobatchShape.of_rows(microbatch.num_computed_tokens, microbatch.num_scheduled_tokens)
-        layer_s = profile.layer_s.at(found.num_tokens)
+        layer_s, work = profile.layer_s.at(found.num_tokens), run.work.at(found.num_tokens)
         attention_s = (
             profile.attention_token_s * found.decode_context_tokens
             + profile.prefill_attention_s * found.prefill_attention

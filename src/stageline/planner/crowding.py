@@ -55,7 +55,9 @@ def with_crowding(profile: HostProfile, config: EngineConfig, turns: Sequence[Cr
     lone, *loads = turns
     pairs = zip(lone.single, lone.crowded, strict=True)
     work = median(_over_alone(profile, crowded) / _over_alone(profile, single) for single, crowded in pairs)
-    crowded_run = replace(profile.crowded_run, work=max(1.0, work))
+    # With several requests it is the share of the cores that says what is lost.
+    few = Factors((lone.rows, loads[0].rows), (max(1.0, work), 1.0))
+    crowded_run = replace(profile.crowded_run, work=few)
     shares = tuple(_core_share(_with(profile, crowded_run), config, load) for load in loads)
     return _with(profile, replace(crowded_run, core_share=Factors(tuple(load.rows for load in loads), shares)))
 
