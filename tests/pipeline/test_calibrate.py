@@ -50,7 +50,7 @@ def test_every_number_was_measured_and_none_is_absurd(profile: HostProfile, mode
         costs = msgspec.structs.asdict(run)
         assert all(time_s >= 0 for name, time_s in costs.items() if name.endswith("_s"))
         assert all(0 < share <= 1 for share in run.core_share.factors) and all(work >= 1 for work in run.work.factors)
-    alone = (profile.run.work.at(1), profile.run.core_share.at(1))
+    alone = (profile.run_of(1).work.at(1), profile.run.core_share.at(1))
     assert alone == (1.0, 1.0), "a stage with a core of its own computes as alone"
     assert profile.message_send_s > 0 and profile.link_bytes_per_s > 0
     assert all(time_s >= 0 for time_s in msgspec.structs.astuple(profile.engine))

@@ -13,7 +13,7 @@ from stageline.cost.host_profile import Factors, HostProfile
 from stageline.engine.startup import scheduler_limits
 from stageline.loadgen.workload import draw_random, uniform
 from stageline.pipeline.partition import stages_of
-from stageline.planner.crowding import CrowdedTurns, with_crowding
+from stageline.planner.crowding import Turns, lone_work, with_crowding
 from stageline.planner.host_pipeline import host_pipeline
 from stageline.planner.measure_run import PROMPT_TOKENS, SteadyDecodes
 from stageline.planner.simulate import SimulatedMemory, simulate
@@ -51,7 +51,7 @@ def ran(truth: HostProfile, num_stages: int, num_requests: int, slower: float) -
 def found(truth: HostProfile, slower: list[float]) -> tuple[Factors, Factors]:
     """By a calibration that knows all but the cost of crowding."""
     turns = [
-        CrowdedTurns(
+        Turns(
             rows,
             [ran(truth, 1, rows, one) for one in slower],
             [ran(truth, STAGES, rows if rows == 1 else rows * STAGES, one) for one in slower],
@@ -76,3 +76,11 @@ def test_what_crowding_does_not_cost_is_no_gain() -> None:
 
 def test_a_share_lies_between_its_points_and_is_the_same_beyond_them() -> None:
     assert [SHARES.at(tokens) for tokens in (1, 4, 8, 12, 512)] == pytest.approx([0.7, 0.7, 0.8, 0.9, 0.9])
+
+
+def test_cores_that_are_idle_between_the_stages_of_one_request_are_found_too() -> None:
+    known = profile()
+    slow = msgspec.structs.replace(known, run=msgspec.structs.replace(known.run, work=WORK))
+    turns = Turns(1, [ran(slow, 1, 1, one) for one in (1.0, 1.3)], [ran(slow, 2, 1, one) for one in (1.0, 1.3)])
+    assert lone_work(known, turns) == pytest.approx(1.25, rel=0.01)
+    assert lone_work(slow, turns) == pytest.approx(1.0, rel=0.01), "it is known already"

@@ -57,6 +57,7 @@ def format_profile(profile: HostProfile) -> str:
             f"a message is under way for   {run.to_stages_s * 1e6:.0f} µs to a stage, "
             f"{run.to_next_stage_s * 1e6:.0f} µs between stages, {run.to_engine_s * 1e6:.0f} µs to the engine",
             f"large messages go at         {profile.link_bytes_per_s / 1e9:.1f} GB/s",
+            f"one request, several stages  computing takes {run.work.at(1):.2f} times as long as on one",
             f"more stages than cores       one token takes {crowded.work.at(1):.2f} times as long, messages "
             f"{crowded.to_next_stage_s * 1e6:.0f} µs; of the cores are had {cores_had}",
         ]

@@ -118,7 +118,7 @@ class RunCosts(msgspec.Struct, frozen=True):
         send_s: a stage's for activations.
         hand_on_s, result_send_s: the last stage's for tokens that go to the first, and for the result.
         to_stages_s, to_next_stage_s, to_engine_s: from a send until who waited for it has it.
-        work: how many times as long computing so many tokens takes as on a core of its own.
+        work: how many times as long computing so many tokens takes as on a core of its own that is never idle.
         core_share: of the cores that more stages want than there are, how much one gets that has so many tokens; the
             rest is idle while who waits for a core is found.
     """
@@ -184,7 +184,10 @@ class HostProfile(msgspec.Struct, frozen=True):
 
     def run_of(self, num_stages: int) -> RunCosts:
         """What so many stages take besides computing."""
-        return self.run if num_stages <= self.key.num_places else self.crowded_run
+        if num_stages > self.key.num_places:
+            return self.crowded_run
+        # A single stage's core is not idle while the others compute.
+        return self.run if num_stages > 1 else msgspec.structs.replace(self.run, work=_ALL_OF_IT)
 
     def slowdowns(self, num_tokens: int) -> tuple[float, ...]:
         """[stages at once, from 1 on] for a microbatch with so many tokens."""

@@ -11,16 +11,17 @@ import os
 from collections.abc import Callable
 
 import psutil
+from msgspec.structs import replace
 
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.config.engine_config import EngineConfig
-from stageline.cost.host_profile import HostKey, HostProfile, host_key, layer_shape
+from stageline.cost.host_profile import Factors, HostKey, HostProfile, host_key, layer_shape
 from stageline.cost.model_costs import model_costs
 from stageline.errors import ConfigError
 from stageline.executor.stage_processes import available_cores
-from stageline.planner.crowding import with_crowding
+from stageline.planner.crowding import lone_work, with_crowding
 from stageline.planner.measure_layers import LayerTimes, MeasuringProcesses
-from stageline.planner.measure_pipelines import MOST_PIPELINES, CalibratingPipelines
+from stageline.planner.measure_pipelines import FILLED_ROWS, MOST_PIPELINES, CalibratingPipelines
 from stageline.planner.run_costs import engine_costs, head_curve, run_costs
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -96,6 +97,9 @@ def calibrate_host(
         memory_bytes_per_s=layer_bytes / fitted.layer_s.times_s[0],
         memory_bytes=float(psutil.virtual_memory().total),
     )
+    if (bound := pipelines.bound_turns) is not None:
+        work = Factors((1, FILLED_ROWS), (lone_work(profile, bound), 1.0))
+        profile = replace(profile, run=replace(run, work=work))
     return with_crowding(profile, config, pipelines.crowded_turns) if crowded else profile
 
 

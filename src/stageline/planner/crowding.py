@@ -1,4 +1,4 @@
-"""More stages than cores: what it costs them that none has a core of its own.
+"""What it costs stages that their cores are idle in between, and that more stages than cores have none of their own.
 
 One idea: the calibrating pipeline is simulated with all else that is known. By how much it really was slower, with one
 request, where stages only wake elsewhere, and with many, where they wait for one another, is the cost of crowding. All
@@ -33,40 +33,44 @@ _OUTPUT_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class CrowdedTurns:
+class Turns:
     """Two pipelines that ran in turns, within seconds of each other, as often as there are entries.
 
     Args:
         rows: requests of a stage.
         single: one stage.
-        crowded: more stages than cores, with one request if `rows` is 1, else with so many for each.
+        several: several stages, with one request if `rows` is 1, else with so many for each.
     """
 
     rows: int
     single: Sequence[SteadyDecodes]
-    crowded: Sequence[SteadyDecodes]
+    several: Sequence[SteadyDecodes]
 
 
-def with_crowding(profile: HostProfile, config: EngineConfig, turns: Sequence[CrowdedTurns]) -> HostProfile:
+def lone_work(profile: HostProfile, turns: Turns) -> float:
+    """How many times as long computing one request takes where several stages take turns, and their cores are idle."""
+    pairs = zip(turns.single, turns.several, strict=True)
+    return max(1.0, median(_over_alone(profile, several) / _over_alone(profile, single) for single, several in pairs))
+
+
+def with_crowding(profile: HostProfile, config: EngineConfig, turns: Sequence[Turns]) -> HostProfile:
     """The profile with `work` and `core_share` of its crowded run.
 
     Args: turns: with ever more rows; the first with one request.
     """
     lone, *loads = turns
-    pairs = zip(lone.single, lone.crowded, strict=True)
-    work = median(_over_alone(profile, crowded) / _over_alone(profile, single) for single, crowded in pairs)
     # With several requests it is the share of the cores that says what is lost.
-    few = Factors((lone.rows, loads[0].rows), (max(1.0, work), 1.0))
-    crowded_run = replace(profile.crowded_run, work=few)
+    work = Factors((lone.rows, loads[0].rows), (lone_work(profile, lone), 1.0))
+    crowded_run = replace(profile.crowded_run, work=work)
     shares = tuple(_core_share(_with(profile, crowded_run), config, load) for load in loads)
     return _with(profile, replace(crowded_run, core_share=Factors(tuple(load.rows for load in loads), shares)))
 
 
-def _core_share(profile: HostProfile, config: EngineConfig, turns: CrowdedTurns) -> float:
+def _core_share(profile: HostProfile, config: EngineConfig, turns: Turns) -> float:
     """With which the simulated pipeline gains as much over the simulated stage as the one that ran did."""
     pairs = [
         (tokens_per_s(single.spans), tokens_per_s(crowded.spans))
-        for single, crowded in zip(turns.single, turns.crowded, strict=True)
+        for single, crowded in zip(turns.single, turns.several, strict=True)
     ]
     gains = [crowded / single for single, crowded in pairs if single > 0]
     if not gains:
@@ -76,7 +80,7 @@ def _core_share(profile: HostProfile, config: EngineConfig, turns: CrowdedTurns)
     for _ in range(_NUM_HALVINGS):
         share = (least + most) / 2
         crowded_run = replace(profile.crowded_run, core_share=Factors((turns.rows,), (share,)))
-        is_enough = _simulated_tokens_per_s(_with(profile, crowded_run), config, turns.crowded[0]) >= wanted
+        is_enough = _simulated_tokens_per_s(_with(profile, crowded_run), config, turns.several[0]) >= wanted
         least, most = (least, share) if is_enough else (share, most)
     return most
 

@@ -12,12 +12,15 @@ from typing import Self
 
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.config.engine_config import EngineConfig
-from stageline.planner.crowding import CrowdedTurns
+from stageline.planner.crowding import Turns
 from stageline.planner.measure_run import RunningPipeline, SteadyDecodes, running_pipeline
 
 MOST_PIPELINES = 3
 _MOST_STAGES = 4
-_SINGLE_ROWS, _FURTHER_ROWS = (1, 4, 12), (8, 16, 32, 64)
+FILLED_ROWS = 4
+"""Requests of a stage with which no core waits long for its next microbatch."""
+
+_SINGLE_ROWS, _FURTHER_ROWS = (1, FILLED_ROWS, 12), (8, 16, 32, 64)
 """What the pipeline of one stage meets in every round, and in one of them."""
 
 _POINTS_PER_RUN, _POINTS_PER_CROWDED_RUN = 4, 8
@@ -110,10 +113,16 @@ class CalibratingPipelines:
         return lone, loaded
 
     @property
-    def crowded_turns(self) -> list[CrowdedTurns]:
-        return [
-            CrowdedTurns(rows, self._found[1, rows], self._found[self._num_crowded, rows]) for rows in _SINGLE_ROWS
-        ]
+    def bound_turns(self) -> Turns | None:
+        """With one request."""
+        return self._turns(self._num_bound, 1) if self._num_bound else None
+
+    @property
+    def crowded_turns(self) -> list[Turns]:
+        return [self._turns(self._num_crowded, rows) for rows in _SINGLE_ROWS]
+
+    def _turns(self, num_stages: int, rows: int) -> Turns:
+        return Turns(rows, self._found[1, rows], self._found[num_stages, rows])
 
 
 def _requests(rows: int, num_stages: int) -> int:
