@@ -14,23 +14,13 @@ import torch
 from stageline.checkpoint import open_checkpoint
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.weights.reader import CheckpointReader
+from tests.model.gguf_names import BLOCK_PARTS, TOP
 from tests.model.tiny_experts import EXPERT_FAMILIES
 from tests.model.tiny_families import WINDOW, TinyFamily
 
 NUM_EXPERTS, INNER_SIZE = 6, 64
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _PARTS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    **BLOCK_PARTS,
     "mlp.gate": "ffn_gate_inp",
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
@@ -216,8 +206,8 @@ def _tensors(directory: Path, spec: ModelSpec, architecture: str) -> Iterator[tu
         for name in names:
             values = reader.read(name, checkpoint.tensors[name].shape).numpy()
             stem, _, kind = name.rpartition(".")
-            if stem in _TOP:
-                yield f"{_TOP[stem]}.{kind}", values
+            if stem in TOP:
+                yield f"{TOP[stem]}.{kind}", values
                 continue
             _, _, layer, part = stem.split(".", 3)
             if part == "mlp.experts":

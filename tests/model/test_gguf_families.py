@@ -16,27 +16,14 @@ from stageline.checkpoint.gguf_architectures import ARCHITECTURES
 from stageline.weights.reader import CheckpointReader
 from tests.model.chain import CPU, PROMPTS, Chain, cut, logits_in_mixed_batches
 from tests.model.gguf_expert_files import MODELS
+from tests.model.gguf_names import BLOCK_PARTS, TOP
 from tests.model.tiny_families import FAMILIES, WINDOW
 
-_BLOCK_PARTS = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 _GEMMA_PARTS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-_TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 @dataclass(frozen=True)
@@ -78,10 +65,10 @@ CONVERSIONS = {
 
 def stored_name(name: str, parts: dict[str, str]) -> str:
     stem, _, kind = name.rpartition(".")
-    if stem in _TOP:
-        return f"{_TOP[stem]}.{kind}"
+    if stem in TOP:
+        return f"{TOP[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{({**_BLOCK_PARTS, **parts})[part]}.{kind}"
+    return f"blk.{layer}.{({**BLOCK_PARTS, **parts})[part]}.{kind}"
 
 
 def convert(directory: Path, path: Path, architecture: str, conversion: Conversion) -> Path:

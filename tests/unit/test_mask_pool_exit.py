@@ -6,16 +6,17 @@ import subprocess
 import sys
 
 PROGRAM = """
-import sys, threading, time
+import atexit, hashlib, sys, threading
 from stageline.grammar.mask_pool import Guide, MaskPool
 
-begun = threading.Event()
+begun, leaving = threading.Event(), threading.Event()
 
 class Source:
     def new_matcher(self, spec):
         begun.set()
-        # Far longer than close() waits, and without the interpreter's lock, as a mask is computed.
-        time.sleep(4)
+        leaving.wait()
+        # Longer than an interpreter takes to leave, and without its lock, as a mask is computed.
+        hashlib.pbkdf2_hmac("sha512", b"", b"", 500_000)
         print("computed", spec, flush=True)
         return None, None
 
@@ -23,6 +24,7 @@ pool = MaskPool(Source(), lambda: None)
 for number in range(3):
     pool.compute(Guide(number))
 begun.wait()
+atexit.register(leaving.set)  # the last one registered is called first
 """
 
 
