@@ -5,7 +5,7 @@
 Calibrates (`stageline plan MODEL --calibrate`) before, in the middle and after, simulates every cell with each profile
 and takes the median. In between every cell is measured with what `stageline bench throughput` runs: pipelines of all
 depths stand ready, rounds go through all cells in turn, and a cell's median is taken. So a machine that becomes slower
-or faster meanwhile is so for both sides. Run it on a quiet machine: what else runs is measured too. About 5 minutes.
+or faster meanwhile is so for both sides. Run it on a quiet machine: what else runs is measured too. About 7 minutes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
@@ -37,11 +37,11 @@ from stageline.timeline.span import Span
 from stageline.timeline.view import format_split
 
 INPUT_LEN, OUTPUT_LEN = 128, 64
-ROUNDS = ((1, 2), (3,))
+ROUNDS = ((1, 2), (3, 4))
 """Seeds of their prompts; after each group the machine is calibrated again."""
 
-SHORT_CELL_REQUESTS, SHORT_CELL_RUNS = 1, 3
-"""One request is over within a second, so it is sent more often in each round."""
+CELL_ROUND_S = 5.0
+"""A cell whose requests are served sooner is run again: the machine's pace changes from second to second."""
 CELL_TARGET, MEDIAN_TARGET = 0.15, 0.08
 
 
@@ -79,6 +79,14 @@ def measure(llm: LLM, num_requests: int, seed: int) -> Measured:
         bubble=pipeline.bubble_fraction,
         way=decodes_way(spans, num_stages),
     )
+
+
+def measured_for(duration_s: float, llm: LLM, num_requests: int, seed: int) -> Iterator[Measured]:
+    """One run at least, and as many more as start within the time."""
+    until_s = time.monotonic() + duration_s
+    yield measure(llm, num_requests, seed)
+    while time.monotonic() < until_s:
+        yield measure(llm, num_requests, seed)
 
 
 @dataclass(frozen=True)
@@ -168,8 +176,7 @@ def main() -> None:
         cells: dict[tuple[int, int], list[Measured]] = {}
         for seeds in ROUNDS:
             for seed, (index, llm), num_requests in product(seeds, enumerate(llms), args.requests):
-                for _ in range(SHORT_CELL_RUNS if num_requests <= SHORT_CELL_REQUESTS else 1):
-                    cells.setdefault((index, num_requests), []).append(measure(llm, num_requests, seed))
+                cells.setdefault((index, num_requests), []).extend(measured_for(CELL_ROUND_S, llm, num_requests, seed))
             profiles.append(calibrated(args.model))
     errors = report(llms, cells, profiles, args.ways)
     sizes = [abs(error) for error in errors.values()]

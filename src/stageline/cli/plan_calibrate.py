@@ -39,7 +39,7 @@ def format_profile(profile: HostProfile) -> str:
     )
     attention = shape.kv_bytes_per_token / profile.attention_token_s
     slowdowns = "; ".join(
-        f"{number} at once " + ", ".join(f"{rows} rows {contention.at(rows):.2f}" for rows in _SHOWN_TOKENS[:3])
+        f"{number} at once " + ", ".join(f"{rows} rows {contention.at(rows):.2f}" for rows in _SHOWN_TOKENS[:4])
         for number, contention in enumerate(profile.contention, start=2)
     )
     engine_s = profile.engine.launch_s + profile.engine.result_s + profile.engine.news_s

@@ -146,7 +146,8 @@ class _Contentions:
     def __init__(self, processes: MeasuringProcesses, num_at_once: int, round_s: float) -> None:
         self._processes, self._num_at_once = processes, num_at_once
         self._orders = [TimeMicrobatch(rows, 1, _CONTEXT, round_s, False) for rows in _AT_ONCE_ROWS]
-        self._factors: list[list[float]] = [[] for _ in _AT_ONCE_ROWS]
+        self._orders.append(TimeMicrobatch(1, _CHUNK, 0, round_s, False))
+        self._factors: list[list[float]] = [[] for _ in self._orders]
 
     def go_round(self) -> None:
         # Most rows first: a core that was idle until now may have to be found by the hypervisor.
@@ -156,7 +157,8 @@ class _Contentions:
             factors.append(at_once_s / alone_s)
 
     def typical(self) -> Factors:
-        return Factors(_AT_ONCE_ROWS, tuple(max(1.0, median(factors)) for factors in self._factors))
+        num_tokens = tuple(order.num_tokens for order in self._orders)
+        return Factors(num_tokens, tuple(max(1.0, median(factors)) for factors in self._factors))
 
 
 def _lower_decile(times_s: list[float]) -> float:
