@@ -253,11 +253,24 @@ def test_a_model_that_stays_quantised_answers_like_its_numbers(name: str, tmp_pa
     assert (logits[1] - logits[0]).norm() / logits[0].norm() < 0.1
 
 
-def test_experts_that_stay_quantised_answer_like_their_numbers(tmp_path: Path) -> None:
-    family = EXPERT_FAMILIES["qwen3 moe"]
-    sizes = {"hidden_size": 64, "head_dim": 32, "moe_intermediate_size": 32}
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("qwen3 moe", {"head_dim": 32}),
+        ("deepseek v3", {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "v_head_dim": 16}),
+    ],
+)
+def test_experts_that_stay_quantised_answer_like_their_numbers(
+    tmp_path: Path, name: str, sizes: dict[str, int]
+) -> None:
+    """And so does latent attention, whose projections are put in another order of rows, with their biases."""
+    family = EXPERT_FAMILIES[name]
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, **sizes}
     type(family)(family.model_type, "", {**family.config, **sizes}).write(tmp_path)
-    quantise(tmp_path, KEPT["awq"], "_proj.weight")
+    quantise(tmp_path, KEPT["awq"], "_proj.weight", "_with_mqa.weight")
+    kept = [entry.name for entry in open_checkpoint(str(tmp_path)).tensors.values() if can_stay_quantized(entry)]
+    assert not any("kv_b_proj" in name for name in kept)
+    assert any("o_proj" in name for name in kept) and any("experts.1.down_proj" in name for name in kept)
     logits = []
     for keeps_quantized in (False, True):
         chain = Chain(tmp_path, cut(2, 2), keeps_quantized=keeps_quantized)

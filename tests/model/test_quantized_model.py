@@ -10,16 +10,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from msgspec.structs import replace
 
 from stageline import LLM, SamplingParams
 from stageline.checkpoint import open_checkpoint, stage_weight_bytes
 from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES
-from stageline.checkpoint.model_spec import MlaSpec
 from stageline.config.engine_config import EngineConfig
 from stageline.engine.startup import check_quantization
 from stageline.errors import ConfigError
+from stageline.kernels.huge_pages import HugePages
 from stageline.kernels.quantized import QuantizedMatrix
+from stageline.weights.quantized import pack_matrix
 from stageline.weights.reader import CheckpointReader
 from tests.model.chain import Chain, cut, sequence
 from tests.model.quantized_blocks import random_blocks
@@ -139,6 +139,17 @@ def test_rows_of_the_kept_embedding_are_the_dequantised_ones(mixed_model: Path) 
         assert torch.equal(matrix.rows(places), reader.read(name, (VOCAB, HIDDEN))[places])
 
 
+@pytest.mark.parametrize("kind", PACKED_BLOCK_BYTES)
+def test_rows_in_another_order_are_the_same_rows(kind: str) -> None:
+    data = torch.from_numpy(random_blocks(kind, 100, 256, 1.0, seed=5))
+    matrix = pack_matrix(data, kind, HugePages())
+    assert matrix is not None
+    before = matrix.rows(torch.arange(100))
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(6))
+    matrix.reorder_rows(order)
+    assert torch.equal(matrix.rows(torch.arange(100)), before[order])
+
+
 SETTINGS = {"distributed_executor_backend": "in_process", "max_model_len": 1024, "kv_cache_memory": "128MiB"}
 
 
@@ -198,10 +209,6 @@ def test_checkpoints_without_quantised_weights_are_refused(tmp_path: Path) -> No
         check_quantization(config, open_checkpoint(str(directory)))
     checkpoint = open_checkpoint(str(write_mixed_model(tmp_path / "model.gguf", is_tied=True)))
     check_quantization(config, checkpoint)
-    sizes = MlaSpec(q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
-    with pytest.raises(ConfigError, match=r"latent attention.*--quantization none"):
-        latent = replace(checkpoint.spec, mla=sizes)
-        check_quantization(config, type(checkpoint)(checkpoint.path, latent, checkpoint.tensors))
     unsupported = {n: e for n, e in checkpoint.tensors.items() if e.encoding in ("Q5_1", "F32")}
     with pytest.raises(ConfigError, match=r"the matrices of .* are of type Q5_1, none of which it can keep"):
         check_quantization(config, type(checkpoint)(checkpoint.path, checkpoint.spec, unsupported))

@@ -12,6 +12,8 @@ from stageline.checkpoint.encodings import PACKED_BLOCK_BYTES, PACKED_BLOCK_ELEM
 from stageline.checkpoint.quantized_tensors import packed_block_bytes
 from stageline.checkpoint.tensor_shards import RankCuts
 
+# Latent attention's matrix from rows to keys and values: it is taken apart head by head, and one half transposed.
+_FROM_ROWS = ".kv_b_proj.weight"
 EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens.", "model.norm.", "lm_head."
 
 
@@ -66,7 +68,7 @@ def _share_of_first_rank(checkpoint: Checkpoint, num_ranks: int) -> Callable[[Te
 
 def can_stay_quantized(entry: TensorEntry) -> bool:
     """Whether the tensor is a matrix, or those of all experts, that integer products can work on as it is."""
-    is_matrix = len(entry.shape) == 2 or bool(entry.parts)
+    is_matrix = (len(entry.shape) == 2 or bool(entry.parts)) and not entry.name.endswith(_FROM_ROWS)
     return is_matrix and not entry.becomes_float and _packed_block_bytes(entry) is not None
 
 

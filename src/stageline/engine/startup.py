@@ -87,11 +87,6 @@ def check_quantization(config: EngineConfig, checkpoint: Checkpoint) -> None:
         f"give a GGUF file of such a type ({supported}), a checkpoint in AWQ, GPTQ, compressed-tensors or MXFP4, or "
         "--quantization none"
     )
-    if checkpoint.spec.mla is not None:
-        raise ConfigError(
-            f"--quantization {config.quantization} does not keep the weights of latent attention, which "
-            f"{checkpoint.path} has; give --quantization none"
-        )
     if not any(can_stay_quantized(entry) for entry in checkpoint.tensors.values()):
         found = ", ".join(sorted({entry.encoding for entry in checkpoint.tensors.values() if len(entry.shape) == 2}))
         raise ConfigError(

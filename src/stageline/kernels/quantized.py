@@ -130,6 +130,14 @@ class QuantizedMatrix:
         num_rows = sum(map(len, runs))
         return self._selected(0, places, QuantizedMatrix.empty(self.kind, num_rows, self.num_columns, memory))
 
+    def reorder_rows(self, order: torch.Tensor) -> None:
+        """Put the row at order[n] at place n. Args: order: int64 [num_rows], each row once."""
+        places = torch.arange(self.numbers.shape[0] * _PANEL)
+        places[: self.num_rows] = order
+        for packed, by_rows in ((self.numbers, (0, 2, 4, 1, 3, 5)), (self.scales, (0, 2, 4, 1, 3))):
+            rows = packed.permute(by_rows)
+            rows.copy_(rows.flatten(0, 2)[places].view(rows.shape))
+
     def _selected(self, dimension: int, places: torch.Tensor, matrix: QuantizedMatrix) -> QuantizedMatrix:
         torch.index_select(self.numbers, dimension, places, out=matrix.numbers)
         torch.index_select(self.scales, dimension, places, out=matrix.scales)

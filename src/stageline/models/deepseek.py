@@ -6,13 +6,14 @@ import torch
 
 from stageline.attention.backend import AttentionBackend
 from stageline.checkpoint.model_spec import MlaSpec, ModelSpec
+from stageline.kernels.quantized import QuantizedMatrix
 from stageline.layers.linear import Linear
 from stageline.layers.mla import LatentAttention, LatentScores, LatentWeights
 from stageline.layers.rotary import Rotary
 from stageline.models.family import WeightReader
 from stageline.models.llama import MLP, LlamaFamily
 from stageline.models.read_experts import ExpertNames, read_moe
-from stageline.models.read_linear import read_linear
+from stageline.models.read_linear import fused_linear, read_linear
 from stageline.parallel.tensor_parallel import ALONE, TensorParallel
 
 NAMES = ExpertNames(shared="shared_experts")
@@ -84,32 +85,45 @@ class DeepseekFamily(LlamaFamily):
 
     def _projections(self, prefix: str) -> tuple[Linear, Linear]:
         """What the layer's input goes through first, side by side, and what gives queries."""
-        spec, mla, bias = self.spec, self._mla, self.spec.attention_bias
+        spec, mla, reader = self.spec, self._mla, self.reader
         head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        row, row_bias = self._rows_in_halves(f"{prefix}.kv_a_proj_with_mqa", 1, mla.row_size, spec.hidden_size, bias)
+        row_name, down_name = f"{prefix}.kv_a_proj_with_mqa", f"{prefix}.q_a_proj"
+        inputs = [self._rows_in_halves(row_name, 1, mla.row_size, spec.hidden_size)]
+        biases = [self._bias_in_halves(row_name, 1, mla.row_size)] if spec.attention_bias else []
         if mla.q_lora_rank is None:
-            queries, _ = self._rows_in_halves(f"{prefix}.q_proj", spec.num_heads, head_dim, spec.hidden_size, False)
-            return Linear(row, row_bias), Linear(queries)
-        down = self.reader.read(f"{prefix}.q_a_proj.weight", (mla.q_lora_rank, spec.hidden_size))
-        queries, _ = self._rows_in_halves(f"{prefix}.q_b_proj", spec.num_heads, head_dim, mla.q_lora_rank, False)
-        if row_bias is not None:
-            row_bias = torch.cat((self.reader.read(f"{prefix}.q_a_proj.bias", (mla.q_lora_rank,)), row_bias))
-        return Linear(torch.cat((down, row)), row_bias), Linear(queries)
+            queries = self._rows_in_halves(f"{prefix}.q_proj", spec.num_heads, head_dim, spec.hidden_size)
+        else:
+            queries = self._rows_in_halves(f"{prefix}.q_b_proj", spec.num_heads, head_dim, mla.q_lora_rank)
+            inputs.insert(0, reader.read_matrix(f"{down_name}.weight", (mla.q_lora_rank, spec.hidden_size)))
+            if biases:
+                biases.insert(0, reader.read(f"{down_name}.bias", (mla.q_lora_rank,)))
+        return fused_linear(inputs, biases, reader.dtype), fused_linear([queries], [], reader.dtype)
 
     def _rows_in_halves(
-        self, name: str, num_heads: int, head_dim: int, in_features: int, has_bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, name: str, num_heads: int, head_dim: int, in_features: int
+    ) -> torch.Tensor | QuantizedMatrix:
         """A projection to heads whose last numbers rotate: their pairs are neighbours in the file, and halves here."""
-        weight = self.reader.read(f"{name}.weight", (num_heads * head_dim, in_features))
-        bias = self.reader.read(f"{name}.bias", (num_heads * head_dim,)) if has_bias else None
+        weight = self.reader.read_matrix(f"{name}.weight", (num_heads * head_dim, in_features))
+        order = self._halves(num_heads, head_dim)
+        if isinstance(weight, torch.Tensor):
+            return weight if order is None else weight[order.to(weight.device)]
+        if order is not None:
+            weight.reorder_rows(order)
+        return weight
+
+    def _bias_in_halves(self, name: str, num_heads: int, head_dim: int) -> torch.Tensor:
+        bias, order = self.reader.read(f"{name}.bias", (num_heads * head_dim,)), self._halves(num_heads, head_dim)
+        return bias if order is None else bias[order.to(bias.device)]
+
+    def _halves(self, num_heads: int, head_dim: int) -> torch.Tensor | None:
+        """Which of a projection's rows comes at each place; None if they stay as they are."""
         if not self.spec.rope.pairs_neighbours:
-            return weight, bias
+            return None
         turning = self._mla.qk_rope_head_dim
         places = torch.arange(head_dim)
         pairs = places[-turning:].view(-1, 2)
         places = torch.cat((places[:-turning], pairs[:, 0], pairs[:, 1]))
-        order = (torch.arange(num_heads).unsqueeze(1) * head_dim + places).flatten().to(weight.device)
-        return weight[order], None if bias is None else bias[order]
+        return (torch.arange(num_heads).unsqueeze(1) * head_dim + places).flatten()
 
 
 FAMILY = DeepseekFamily

@@ -32,8 +32,15 @@ def read_fused_linear(
     parts = list(zip(names, out_features, strict=True))
     weights = [reader.read_matrix(f"{name}.weight", (size, in_features)) for name, size in parts]
     biases = [reader.read(f"{name}.bias", (size,)) for name, size in parts] if has_bias else []
+    return fused_linear(weights, biases, reader.dtype)
+
+
+def fused_linear(
+    weights: Sequence[torch.Tensor | QuantizedMatrix], biases: list[torch.Tensor], dtype: torch.dtype
+) -> Linear:
+    """Matrices of one input as one linear layer. Args: biases: of each matrix, or none at all."""
     if any(isinstance(weight, QuantizedMatrix) for weight in weights):
-        return _fused_quantized(weights, biases, reader.dtype)
+        return _fused_quantized(weights, biases, dtype)
     dense = [weight for weight in weights if isinstance(weight, torch.Tensor)]
     return Linear(_joined(dense), _joined(biases) if biases else None)
 
