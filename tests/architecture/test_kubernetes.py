@@ -74,7 +74,10 @@ def test_services_and_policies_select_the_pods_that_have_their_ports() -> None:
         assert {one["port"] for one in service["spec"]["ports"]} <= open_ports
     [policy] = objects("NetworkPolicy").values()
     allowed = {one["port"] for rule in policy["spec"]["ingress"] for one in rule["ports"]}
-    assert allowed == open_ports == {8000, DEFAULT_CLUSTER_PORT, DEFAULT_CLUSTER_PORT + 1}
+    # Behind the head's port: one for activations, and one for weights with --model-source peer.
+    assert allowed == open_ports == {8000, *range(DEFAULT_CLUSTER_PORT, DEFAULT_CLUSTER_PORT + 3)}
+    workers_ports = {one["containerPort"] for one in container("stageline-worker")["ports"]}
+    assert workers_ports == open_ports - {8000, DEFAULT_CLUSTER_PORT}
 
 
 @pytest.mark.parametrize("name", ["stageline-head", "stageline-worker"])

@@ -22,7 +22,8 @@ PUBLIC_NAMES = ["LLM", "AsyncLLM", "SamplingParams", "StagelineError", "Structur
 ENGINE_FLAGS = _words("""
     --activation-dtype --bind-cores --block-size --chat-template --device --distributed-executor-backend --dtype
     --enable-expert-parallel --no-enable-expert-parallel
-    --enable-prefix-caching --heartbeat-timeout-s --kv-cache-memory --load-timeout-s --long-prefill-token-threshold
+    --enable-prefix-caching --expected-request-tokens --heartbeat-timeout-s --kv-cache-memory --load-timeout-s
+    --long-prefill-token-threshold
     --look-ahead --max-decode-slowdown --no-look-ahead --max-microbatches-in-flight --max-model-len
     --max-num-batched-tokens --max-num-seqs --max-queue --no-bind-cores --no-enable-prefix-caching --no-rebalance
     --pipeline-parallel-size --pp-layer-partition --prefill-chunk --progress-timeout-s --quantization --rebalance
@@ -122,6 +123,12 @@ def test_flags_are_the_frozen_list(command: str) -> None:
     assert sorted(spellings - {"-h", "--help"}) == sorted([*ENGINE_FLAGS, *OWN_FLAGS[command]])
 
 
+@pytest.mark.parametrize("command", [*WITHOUT_ENGINE_FLAGS, *OWN_FLAGS])
+def test_a_command_calls_itself_what_is_typed(command: str) -> None:
+    """In its usage line and in the hint at its help."""
+    assert _parser(command).prog == f"stageline {command}"
+
+
 def test_every_make_target_of_the_pages_exists() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M))
     lines = [*_code_lines("README.md"), *_code_lines("CONTRIBUTING.md")]
@@ -151,8 +158,18 @@ def test_every_flag_that_a_page_of_the_docs_names_is_one_of_a_command(page: str)
     assert named - known - FLAGS_OF_OTHERS == set()
 
 
+def test_the_doctors_page_names_every_check_that_it_prints() -> None:
+    sources = [*(ROOT / "src/stageline/doctor").glob("*.py"), ROOT / "src/stageline/cli/doctor.py"]
+    pattern = r"\b(?:ok|warning|failed|finding_of)\(\s*\"([^\"]+)\""
+    printed = {name for source in sources for name in re.findall(pattern, source.read_text())}
+    assert len(printed) > 20
+    rows = [line for line in (ROOT / "docs/doctor.md").read_text().splitlines() if line.startswith("|")]
+    assert printed - {name for row in rows for name in re.findall(r"`([^`]+)`", row)} == set()
+
+
 FLAGS_OF_OTHERS = set(_words("""
-    --add-port --address --entrypoint --from-literal --hostname --name --network --permanent --reload --timeout
+    --add-port --address --entrypoint --from-literal --hostname --name --network --no-healthcheck --permanent --reload
+    --timeout
 """))
 """Of docker, firewall-cmd, ray and the like."""
 

@@ -8,10 +8,11 @@ from stageline.cli.opening import SubParsers, add_command
 from stageline.config.cluster_config import DEFAULT_CLUSTER_PORT, HIGHEST_PORT
 from stageline.config.flags import add_cluster_flags, cluster_config_from_args
 from stageline.errors import ConfigError
+from stageline.links.tcp_address import is_port
 
 _USAGE = "stageline join HEAD[:PORT] [--cluster-key-file FILE] [options]"
 _EXAMPLE = """example:
-  stageline join 10.0.0.1:29500 --cluster-key-file key
+  stageline join 10.0.0.1:29500 --cluster-key-file cluster.key
 
 The head prints this line. It waits for the head, starts the stages it is given, ends them when the head is gone, and
 waits for it again. Exit status: 0 stopped as told, 2 this machine cannot take part, and one line says why.
@@ -75,6 +76,6 @@ def _split(head: str) -> tuple[str, int]:
         port = rest.removeprefix(":") or port
     elif head.count(":") == 1:
         host, _, port = head.partition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < HIGHEST_PORT:
+    if not host or not is_port(port) or not 0 < int(port) < HIGHEST_PORT:
         raise ConfigError(f"{head!r} is no HEAD:PORT; give the head's address and port, such as 10.0.0.1:29500")
     return host, int(port)

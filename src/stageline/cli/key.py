@@ -20,7 +20,8 @@ Who has the key can join the pipeline and read everything in it. Without --out i
 
 def add_parser(commands: SubParsers) -> None:
     parser = add_command(commands, "key", "make the key that the machines of a pipeline share", _USAGE, _EXAMPLE)
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    # Named, or the usage line of each action would begin with the whole usage of this command.
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True, prog="stageline key")
     new = actions.add_parser(
         "new", help="make a new key", description="Make a new cluster key.", allow_abbrev=False
     )

@@ -21,10 +21,10 @@ _EXAMPLE = """example:
       -d '{"model": "./SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hello!"}]}'
 
 several machines, the head first or last:
-  stageline serve MODEL -pp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key-file key
-  stageline serve MODEL -pp 2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --cluster-key-file key --headless
+  stageline serve MODEL -pp 2 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --cluster-key-file cluster.key
+  stageline serve MODEL -pp 2 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --cluster-key-file cluster.key --headless
 or, instead of the second line, what the head prints:
-  stageline join 10.0.0.1:29500 --cluster-key-file key
+  stageline join 10.0.0.1:29500 --cluster-key-file cluster.key
 
 SIGTERM, SIGINT (Ctrl-C) and SIGHUP let running requests finish; a second SIGTERM or SIGINT stops at once.
 Exit status: 0 stopped as told, 1 something broke, 2 the command line, the configuration or the model is at fault.
