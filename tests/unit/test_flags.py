@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from stageline import LLM
 from stageline.config.engine_config import EngineConfig
 from stageline.config.flags import add_engine_flags, engine_config_from_args
+from stageline.config.keyword_settings import own_settings
 from stageline.errors import ConfigError
 
 
@@ -72,7 +74,8 @@ def test_a_value_that_cannot_work_is_refused() -> None:
     [
         ({"kv_cache_memory": 0.3}, "--kv-cache-memory is 0.3; it must be of type str; give '0.3'"),
         ({"kv_cache_memory": 2**30}, "--kv-cache-memory is 1073741824; it must be of type str; give '1073741824'"),
-        ({"pp_layer_partition": [2, 2]}, "--pp-layer-partition is [2, 2]; it must be of type str"),
+        ({"pp_layer_partition": [2, 2]}, "--pp-layer-partition is [2, 2]; it must be of type str; give '2,2'"),
+        ({"quantization": None}, "--quantization is None; it must be of type str; choose from none, int8"),
         ({"pipeline_parallel_size": 2.0}, "--pipeline-parallel-size is 2.0; it must be of type int"),
         ({"max_num_seqs": True}, "--max-num-seqs is True; it must be of type int"),
         ({"bind_cores": 1}, "--bind-cores is 1; it must be of type bool"),
@@ -93,6 +96,33 @@ def test_a_setting_that_can_never_work_is_refused_in_words(setting: dict[str, An
     with pytest.raises(ConfigError) as refused:
         EngineConfig(**{"model": "m", **setting}).check()
     assert str(refused.value) == words
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"gpu_memory_utilization": 0.9}, "gpu_memory_utilization=0.9 is not supported: the KV cache is sized with"),
+        ({"enable_lora": True}, "enable_lora=True is not supported: LoRA adapters are not applied"),
+        ({"dtype": "half"}, "dtype='half' is not supported: write float16"),
+        ({"pp": 2}, "pp is no setting; did you mean pipeline_parallel_size?"),
+        ({"max_modle_len": 2}, "max_modle_len is no setting; did you mean max_model_len?"),
+        ({"zzz": 2}, "zzz is no setting; `stageline generate --help` lists them, as flags"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_is_none_is_refused_in_the_words_of_flags(setting: dict[str, Any], words: str) -> None:
+    """Before anything is opened: the model does not exist."""
+    with pytest.raises(ConfigError) as refused:
+        LLM("m", **setting)
+    assert str(refused.value).startswith(words)
+
+
+def test_an_argument_of_vllm_that_changes_nothing_is_taken_with_a_note() -> None:
+    given = {"swap_space": 4, "enforce_eager": True, "trust_remote_code": False, "revision": None, "cpu_offload_gb": 0}
+    own, notes = own_settings({**given, "block_size": 32}, EngineConfig.__dataclass_fields__)
+    assert own == {"block_size": 32}
+    taken = ["swap_space=4", "enforce_eager=True", "cpu_offload_gb=0"]
+    assert [note.partition(" changes nothing: ")[0] for note in notes] == taken
 
 
 def test_a_whole_number_of_seconds_is_a_time() -> None:

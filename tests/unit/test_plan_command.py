@@ -53,6 +53,24 @@ def test_a_plan_with_experts_tells_how_they_are_shared_and_what_weights_it_takes
         assert part in out
 
 
+@pytest.mark.parametrize(
+    ("shape", "note"),
+    [
+        (["-tp", "8", "-pp", "2"], "\n# once, and copied to every machine: stageline key new --out cluster.key\n"),
+        (["-tp", "16"], "a stage is planned over 2 machines, but the engine keeps its ranks on one: plan with -tp 8\n"),
+        (["-tp", "8", "-pp", "1"], ""),
+    ],
+)
+def test_commands_for_several_machines_come_with_what_they_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], shape: list[str], note: str
+) -> None:
+    assert main(["plan", "llama-3.1-70b", "--cluster", cluster_file(tmp_path, TWO_NODES_OF_H100), *shape]) == 0
+    out = capsys.readouterr().out
+    assert note in out
+    # Two replicas of one machine each have nothing to protect.
+    assert ("cluster.key" in out) == bool(note)
+
+
 def test_the_table_is_printed_as_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--table"]) == 0
     assert "  8x2    16    64     8.85     7233          452" in capsys.readouterr().out
@@ -66,6 +84,15 @@ def test_known_names_are_listed_with_their_sources(capsys: pytest.CaptureFixture
     assert "qwen3-235b-a22b" in out
     assert "NVIDIA H100 Tensor Core GPU datasheet" in out
     assert "IEEE 802.3ab" in out
+
+
+def test_a_cluster_file_that_is_no_yaml_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.yaml").write_text(": [")
+    assert main(["plan", "llama-3.1-8b", "--cluster", str(tmp_path / "c.yaml")]) == 2
+    error = capsys.readouterr().err
+    assert "c.yaml: while parsing" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

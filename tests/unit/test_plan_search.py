@@ -125,6 +125,23 @@ def test_impossible_wishes_say_what_would_work(tmp_path: Path, asked: dict[str, 
         _search(tmp_path, **asked)
 
 
+def test_a_model_smaller_than_the_memory_that_no_cut_brings_into_it_is_refused_with_what_cannot_be_cut(
+    tmp_path: Path,
+) -> None:
+    """Llama 3.2 1B has 2.47 GB, but 3.0 on two stages, for both ends have the matrix that they share on one."""
+    small = {
+        "memory_bytes": 1.4e9,
+        "memory_bytes_per_s": 1e11,
+        "flops_per_s": {"bf16": 1e13},
+        "reserved_bytes": 0,
+        "source": "made up",
+    }
+    content = {"nodes": [{"device": "small", "count": 2}], "network": "ethernet-10g", "devices": {"small": small}}
+    asked = {"concurrency": 1, "prompt_tokens": 16, "output_tokens": 16, "max_num_batched_tokens": 16}
+    with pytest.raises(ConfigError, match=r"PP2: .* less than 2 stages with 2\.8 GB free, but no cut.* of 0\.53 GB"):
+        _search(tmp_path, "llama-3.2-1b", content, memory_fraction=1.0, **asked)
+
+
 def test_slower_devices_get_fewer_layers_and_what_only_slows_is_left_out(tmp_path: Path) -> None:
     content = {
         "nodes": [{"device": "rtx-4090"}, {"device": "t4"}, {"device": "rtx-4090"}],
@@ -169,6 +186,8 @@ def test_every_printed_command_is_one_that_serve_understands(tmp_path: Path) -> 
     assert [place.headless for place in clusters] == [False, True] and len(heads) == 1
     assert {place.master_addr for place in clusters} == {commands[0].address}
     assert {place.nnodes for place in clusters} == {2}
+    # Without one, they would not listen beyond loopback.
+    assert all(place.cluster_key_file for place in clusters)
     assert len({engine.pp_layer_partition for engine in engines}) == 1
     counts = result.best.placement.layer_counts
     assert [command.layers for command in commands] == [(0, counts[0]), (counts[0], 48)]

@@ -6,8 +6,8 @@ import argparse
 
 import pytest
 
-from stageline.cli.foreign_flags import FOREIGN_FLAGS, LOAD_GENERATOR_FLAGS
 from stageline.cli.main import build_parser, main
+from stageline.config.foreign_flags import FOREIGN_FLAGS, LOAD_GENERATOR_FLAGS
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,10 @@ from stageline.cli.main import build_parser, main
         (["serve", "-m", "m", "-c", "64"], "-m -c 64; -m: MODEL is given without a flag; -c: see --max-model-len"),
         (["bench", "serve", "--url", "h"], "unrecognized arguments: --url h; --url: see --base-url"),
         (["generate", "m", "--json-schema", "nofile.json"], "cannot read nofile.json: No such file or directory (see"),
+        (["generate", "m", "-p", "x"], "unrecognized arguments: -p; -p: see --prompt (see stageline generate --help)"),
+        (["generate", "m", "-t", "8", "--prompt", "x"], "unrecognized arguments: -t; -t: see --threads-per-stage"),
+        (["serve", "m", "-d=2"], "unrecognized arguments: -d=2 (see stageline serve --help)"),
+        (["bench", "serve", "--base-url", "localhost:8000"], "it must begin with http:// or https://"),
         (["serve", "m", "--served-model-name", "a", "b"], "unrecognized arguments: b (see stageline serve --help)"),
         (["serve", "m", "--quite-something-else"], "unrecognized arguments: --quite-something-else (see"),
     ],

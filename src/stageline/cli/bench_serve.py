@@ -12,6 +12,7 @@ import math
 import random
 import signal
 import sys
+import urllib.parse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ def _add_server_flags(group: Any) -> None:
 
 
 def _add_answer_flags(group: Any) -> None:
-    group.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s)")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: %(default)s)")
     group.add_argument(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
@@ -127,6 +128,8 @@ def _checked(args: argparse.Namespace) -> tuple[list[float | None], Objective | 
         raise ConfigError(f"--num-warmup is {args.num_warmup}; it must be at least 0")
     if args.timeout_s is not None and not args.timeout_s > 0:
         raise ConfigError(f"--timeout-s is {args.timeout_s}; it must be above 0")
+    if urllib.parse.urlsplit(args.base_url).scheme not in ("http", "https"):
+        raise ConfigError(f"--base-url is {args.base_url!r}; it must begin with http:// or https://")
     check_can_write("--output", args.output)
     check_can_write("--plot", args.plot)
     if args.plot is not None:

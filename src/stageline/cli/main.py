@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -32,6 +33,7 @@ class CommandParser(argparse.ArgumentParser):
         """What is unknown is refused by the subcommand it was given to, which can tell whose help to read."""
         known_flags = [flag for action in self._actions for flag in action.option_strings]
         args = self._without_foreign(sys.argv[1:] if args is None else args, known_flags)
+        self._refuse_shortened(args, known_flags)
         namespace, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(describe_unknown(unknown, known_flags))
@@ -45,6 +47,14 @@ class CommandParser(argparse.ArgumentParser):
         for note in notes:
             print(f"stageline: note: {note}", file=sys.stderr)
         return kept
+
+    def _refuse_shortened(self, words: Sequence[str], known_flags: Sequence[str]) -> None:
+        """argparse takes -t for -tp even without abbreviations: another program's number of threads would be ranks."""
+        for word in words:
+            flag = word.partition("=")[0]
+            is_short = re.fullmatch(r"-[A-Za-z]\w*", flag) is not None and flag not in known_flags
+            if is_short and any(known.startswith(flag) for known in known_flags):
+                self.error(describe_unknown([word], known_flags))
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see {self.prog} --help)")

@@ -29,8 +29,9 @@ def add_parser(commands: SubParsers) -> None:
     summary = "predict memory, speed and the best layout on given machines"
     parser = add_command(commands, "plan", summary, _USAGE, _EXAMPLE)
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a name of --list, or a directory with config.json; no weights needed"
-    )
+        "model", metavar="MODEL", nargs="?",
+        help="a name of --list, a directory with config.json (no weights needed), or a GGUF file",
+    )  # fmt: skip
     parser.add_argument("--cluster", metavar="FILE", help="YAML or TOML: nodes, their devices and links")
     parser.add_argument(
         "--table",

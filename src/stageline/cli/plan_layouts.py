@@ -13,7 +13,7 @@ from stageline.errors import ConfigError
 from stageline.planner.advice import advise_speculation
 from stageline.planner.advisor import advise
 from stageline.planner.cluster import Cluster, read_cluster
-from stageline.planner.commands import plan_file, serve_commands
+from stageline.planner.commands import KEY_FILE, plan_file, serve_commands
 from stageline.planner.decode_table import format_table, preset, table_rows
 from stageline.planner.known_models import KnownModel, find_model
 from stageline.planner.pareto import check_can_draw, write_pareto
@@ -90,6 +90,12 @@ def _notes(result: SearchResult, weights: WeightFormat, config: PlanConfig) -> s
     units = [unit for replica in result.best.replicas for unit in replica]
     is_on_cpus = all(unit.where.device.kind == "cpu" for unit in units)
     notes = ""
+    if any(len({index for unit in replica for index in unit.nodes}) > 1 for replica in result.best.replicas):
+        notes += f"# once, and copied to every machine: stageline key new --out {KEY_FILE}\n"
+    if (num_nodes := max(len(unit.nodes) for unit in units)) > 1:
+        most = result.best.layout.tensor_parallel_size // num_nodes
+        notes += f"# a stage is planned over {num_nodes} machines, but the engine keeps its ranks on one: "
+        notes += f"plan with -tp {most}\n"
     if result.best.layout.tensor_parallel_size > 1 and not is_on_cpus:
         notes += "# -tp above 1 has been measured on CPUs only; with -tp 1 nothing is shared\n"
     small = [name for name in dict.fromkeys((weights.dense, weights.experts)) if BYTES_PER_WEIGHT[name] < 2]

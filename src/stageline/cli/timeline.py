@@ -193,7 +193,9 @@ class _Server:
             with error:
                 raise StagelineError(f"{self._url} answered {error.code}: {_message(error.read())}") from None
         except (urllib.error.URLError, OSError) as error:
-            raise StagelineError(f"{self._url} does not answer: {getattr(error, 'reason', error)}") from None
+            reason = getattr(error, "reason", error)
+            words = getattr(reason, "strerror", None) or reason
+            raise StagelineError(f"{self._url} does not answer: {words}; is the server up, and --url right?") from None
 
 
 def _message(body: bytes) -> Any:

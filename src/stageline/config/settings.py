@@ -50,6 +50,7 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 def check_types(config: Any) -> None:
     """Python code is not checked by a parser of flags. Raises: ConfigError naming the first field of a wrong type."""
+    choices = {field.name: field.metadata.get("choices", ()) for field in dataclasses.fields(config)}
     for name, annotation in typing.get_type_hints(type(config)).items():
         value = getattr(config, name)
         if typing.get_origin(annotation) is tuple:
@@ -59,9 +60,20 @@ def check_types(config: Any) -> None:
         accepted = (*kinds, int) if float in kinds else kinds
         if isinstance(value, accepted) and (bool in kinds or not isinstance(value, bool)):
             continue
-        way_out = f"; give {str(value)!r}" if str in kinds and isinstance(value, int | float) else ""
+        way_out = _way_out(value, choices[name]) if str in kinds else ""
         names = " or ".join(kind.__name__ for kind in kinds if kind is not types.NoneType)
         raise ConfigError(f"{flag_of(name)} is {value!r}; it must be of type {names}{way_out}")
+
+
+def _way_out(value: Any, choices: tuple[str, ...]) -> str:
+    """What text to give instead of `value`, if that can be known."""
+    if choices:
+        return f"; choose from {', '.join(choices)}"
+    if isinstance(value, int | float):
+        return f"; give {str(value)!r}"
+    if isinstance(value, list | tuple) and value and all(isinstance(item, int) for item in value):
+        return f"; give {','.join(map(str, value))!r}"
+    return ""
 
 
 def _check_tuple_of_str(name: str, value: Any) -> None:

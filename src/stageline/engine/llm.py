@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from types import TracebackType
@@ -15,6 +16,7 @@ from stageline.checkpoint.model_spec import ModelSpec
 from stageline.checkpoint.tokenizer import load_tokenizer
 from stageline.clock import Clock, MonotonicClock
 from stageline.config.engine_config import EngineConfig
+from stageline.config.keyword_settings import own_settings
 from stageline.engine.advice import RunFacts, advise
 from stageline.engine.frontend import Frontend, Prompt
 from stageline.engine.input_processor import InputProcessor
@@ -36,6 +38,8 @@ from stageline.timeline.span import Span
 
 Messages = list[dict[str, Any]]
 
+logger = logging.getLogger(__name__)
+
 
 class LLM:
     """A model that runs on a pipeline of stages, for use from Python. Not thread-safe.
@@ -47,7 +51,7 @@ class LLM:
     Args:
         model: a Hugging Face directory, a GGUF file or a hub id.
         on_load_progress: called with (stage index, bytes read, bytes in all); None shows a progress bar on a terminal.
-        settings: fields of `EngineConfig`.
+        settings: fields of `EngineConfig`; arguments of vLLM that change nothing are taken with a note.
     Raises: ConfigError before anything is started for what cannot work; WorkerLost if a stage dies while starting.
     """
 
@@ -55,7 +59,10 @@ class LLM:
         self, model: str | os.PathLike[str], *, on_load_progress: OnProgress | None = None, **settings: Any
     ) -> None:
         _refuse_replicas(settings.pop("data_parallel_size", 1))
-        self.config = EngineConfig(model=_as_text(model), **settings).check()
+        own, notes = own_settings(settings, EngineConfig.__dataclass_fields__)
+        for note in notes:
+            logger.warning("%s", note)
+        self.config = EngineConfig(model=_as_text(model), **own).check()
         self.clock: Clock = MonotonicClock()
         checkpoint = open_checkpoint(self.config.model)
         self.spec: ModelSpec = checkpoint.spec

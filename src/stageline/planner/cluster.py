@@ -154,4 +154,6 @@ def _decode(path: str) -> _ClusterFile:
     try:
         return decode(text, type=_ClusterFile, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}; see docs/cost_model.md for what such a file holds") from error
+        # YAML's parser tells where in lines of their own.
+        where = " ".join(str(error).split())
+        raise ConfigError(f"{path}: {where}; see docs/cost_model.md for what such a file holds") from error

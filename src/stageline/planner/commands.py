@@ -21,6 +21,7 @@ from stageline.planner.layouts import LayoutPlan
 from stageline.planner.units import Unit
 
 _FIRST_API_PORT = 8000
+KEY_FILE = "cluster.key"
 _PORTS_PER_REPLICA = 100
 
 
@@ -135,6 +136,7 @@ def _shape(plan: LayoutPlan) -> list[str]:
 def _place(rank: int, share: _NodeShare, num_nodes: int, head: str, replica: int) -> list[str]:
     port = DEFAULT_CLUSTER_PORT + _PORTS_PER_REPLICA * replica
     words = ["--nnodes", str(num_nodes), "--node-rank", str(rank), "--master-addr", head, "--master-port", str(port)]
+    words += ["--cluster-key-file", KEY_FILE]
     if len(share.units[0].nodes) == 1:
         words += ["--stages", str(share.end - share.first)]
     return words + (["--headless"] if rank else [])

@@ -16,7 +16,7 @@ def format_report(report: PipelineReport) -> str:
     lines.append(f"bubble by reason: {_reasons(report)}")
     lines.append(
         f"window {report.window_s:.2f} s, bubble {report.bubble_fraction:.1%} of all stage time, "
-        f"slowest stage s{report.slowest_stage}"
+        f"busiest stage s{report.slowest_stage}"
     )
     return "\n".join(lines)
 
