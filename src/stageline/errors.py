@@ -2,7 +2,8 @@
 
     StagelineError
     ├── ConfigError        the operator's: flags, files, memory; raised before anything starts
-    │   └── CheckpointError    the model's files: missing, truncated, misshapen or unsupported
+    │   ├── CheckpointError    the model's files: missing, truncated, misshapen or unsupported
+    │   └── StageUnfit         a stage found that it cannot run where it is: memory, disk, files
     ├── RequestError       the client's: names the field (HTTP 4xx)
     ├── CapacityError      nobody's: there is no room now, try again later
     │   ├── QueueFull          too many requests are waiting (HTTP 429)
@@ -30,6 +31,20 @@ class ConfigError(StagelineError):
 
 class CheckpointError(ConfigError):
     """A model's files cannot be used: missing, truncated, misshapen or of an unsupported kind."""
+
+
+class StageUnfit(ConfigError):
+    """A stage found where it runs that it cannot do what is asked of it: too little memory, a full disk, no files.
+
+    Args:
+        stage_index: which stage.
+        reason: what it found, with the way out.
+    """
+
+    def __init__(self, stage_index: int, reason: str) -> None:
+        super().__init__(f"stage {stage_index}: {reason}")
+        self.stage_index = stage_index
+        self.reason = reason
 
 
 class RequestError(StagelineError):

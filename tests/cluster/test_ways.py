@@ -16,6 +16,7 @@ from tests.server.served import wait_until
 KEY = LinkSecurity(ClusterKey(bytes(32)))
 PORT = 29700
 SLOW_BITS_PER_S = 20e6
+MODEM_BITS_PER_S = 200e3
 
 
 @pytest.fixture
@@ -55,6 +56,22 @@ def test_the_quicker_of_two_links_is_found_and_an_interface_that_was_asked_for_i
     assert anyhow.url == f"tcp://{two_links[0]}:0;{two_links[1]}:{PORT}", anyhow
     assert asked_for.url == f"tcp://{network.address(0)}:0;{network.address(1)}:{PORT}", asked_for
     assert anyhow.number == 7 and "best of" in anyhow.words
+
+
+def test_a_way_over_the_slowest_of_links_is_a_way(network: Network) -> None:
+    network.shape(0, MODEM_BITS_PER_S)
+    try:
+        with network.inside(1):
+            listener = listen(own_hosts(network.address(1), "=eth0", is_only=True), PORT, KEY)
+        try:
+            with network.inside(0):
+                asked = FindWay(1, [f"{network.address(1)}:{PORT}"], step_bytes=10**6)
+                found = find_way(own_hosts(network.address(0), "=eth0", is_only=True), asked, KEY)
+        finally:
+            listener.close()
+    finally:
+        network.unshape(0)
+    assert found.url is not None, found.words
 
 
 def test_a_way_that_leads_elsewhere_is_not_believed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -124,6 +125,21 @@ def test_processes_that_start_together_compile_once(machine: Machine) -> None:
     libraries = {process.communicate(timeout=120)[0] for process in running}
     assert all(process.returncode == 0 for process in running)
     assert len(libraries) == 1 and machine.num_libraries_linked == 1
+
+
+def test_a_disk_without_locks_costs_nobody_the_kernels_nor_what_another_process_compiles(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    machine.install_working()
+    machine.cache.mkdir(mode=0o700, parents=True)
+    others = machine.cache / f"{build._UNFINISHED}other"
+    others.mkdir()
+    assert build.build_library(machine.cache).read_text() == "library\n"
+    assert others.exists()
 
 
 def test_who_waits_for_another_process_to_compile_says_so(machine: Machine) -> None:

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -187,13 +188,18 @@ def test_a_killed_stage_costs_open_requests_and_the_server_goes_on(two_stages: S
     assert server.leftovers() == []
 
 
-def test_with_wait_a_lost_stage_is_a_pause_that_loses_and_repeats_nothing(model: str) -> None:
-    with serving(model, "-pp", "2", "--on-worker-lost", "wait") as server, ThreadPoolExecutor(1) as pool:
+def test_with_wait_a_lost_stage_is_a_pause_that_loses_and_repeats_nothing(model: str, tmp_path: Path) -> None:
+    """Also if it cannot be started again at first: there, for want of its files."""
+    own = Path(shutil.copytree(model, tmp_path / "model"))
+    with serving(str(own), "-pp", "2", "--on-worker-lost", "wait") as server, ThreadPoolExecutor(1) as pool:
         server.wait_until_ready()
         whole = _rest_of(server.stream(MANY_TOKENS))[0]
         stream = server.stream(MANY_TOKENS)
+        own.rename(tmp_path / "gone")
         os.kill(server.pids["stage"][1], signal.SIGKILL)
-        server.wait_for_line("the pipeline is started again")
+        server.wait_for_line("killed by SIGKILL; the pipeline is started again")
+        server.wait_for_line(r"was lost: .* does not exist.*; the pipeline is started again")
+        (tmp_path / "gone").rename(own)
         later = pool.submit(server.post, 8)
         text, is_complete = _rest_of(stream)
         assert is_complete and _token_ids(text) == _token_ids(whole)
@@ -290,6 +296,7 @@ def test_tls_keys_and_a_proxys_path(model: str, tmp_path: Path) -> None:
         assert "from-file" not in server.log and "from-environment" not in server.log
         server.process.send_signal(signal.SIGTERM)
         assert server.finish() == 0
+        assert "/v1/models: 200" in server.log and "/health: 200" not in server.log, "what machines ask is not logged"
 
 
 def test_a_model_that_does_not_fit_is_refused_in_one_line(model: str) -> None:

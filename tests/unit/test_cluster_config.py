@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import socket
 from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from stageline.cli.join import add_parser, run
 from stageline.cli.main import build_parser
-from stageline.cluster.ports import HeldPort
+from stageline.cluster.ports import HeldPort, check_port
 from stageline.cluster.start import check_head, link_access
 from stageline.config.cluster_config import ClusterConfig
 from stageline.config.engine_config import EngineConfig
@@ -19,7 +21,7 @@ from stageline.config.flags import cluster_config_from_args
 from stageline.errors import ConfigError
 from stageline.executor.messages import LinkAccess
 from stageline.links.keys import ClusterKey
-from stageline.links.sockets import Links
+from stageline.links.sockets import Links, _words_for
 
 HEAD = {"master_addr": "127.0.0.1", "nnodes": 2}
 
@@ -95,6 +97,46 @@ def test_a_port_that_is_in_use_is_refused_and_a_range_is_searched_for_a_free_one
     links.close()
     first.close()
     second.close()
+
+
+def _as_a_user(monkeypatch: pytest.MonkeyPatch, first_free: int) -> None:
+    """Let the system refuse ports below one, as it does to who is not root."""
+    bind = socket.socket.bind
+
+    def bind_as_user(self: socket.socket, address: tuple[str, int]) -> None:
+        if address[1] < first_free:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        bind(self, address)
+
+    monkeypatch.setattr(socket.socket, "bind", bind_as_user)
+
+
+def test_a_port_that_needs_privileges_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_a_user(monkeypatch, 1024)
+    engine = EngineConfig(model="m", pipeline_parallel_size=2)
+    for cluster, flag in (({"master_port": 80}, "--master-port"), ({"port_range": "80-90"}, "--port-range")):
+        asked = ClusterConfig(**HEAD, **cluster).check()
+        with pytest.raises(ConfigError, match=f"below 1024 need privileges; .*{flag}") as caught:
+            check_head(engine, asked, LinkAccess())
+        assert "in use" not in str(caught.value)
+    words = _words_for("tcp://127.0.0.1:80", zmq.ZMQError(errno.EACCES))
+    assert "below 1024 need privileges" in words and "in use" not in words
+    _as_a_user(monkeypatch, 40_000)
+    with pytest.raises(ConfigError, match=r"port 30000 .*: this system does not permit it"):
+        check_port("127.0.0.1", 30_000, "--master-port")
+
+
+def test_a_range_is_searched_beyond_the_ports_that_need_privileges(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        _as_a_user(monkeypatch, port)
+        with pytest.raises(ConfigError, match=f"up to {port - 1} they cannot be listened on.*the others are in use"):
+            HeldPort("127.0.0.1", range(port - 2, port + 1))
+    held = HeldPort("127.0.0.1", range(port - 2, port + 50))
+    assert held.address.port >= port
+    held.close()
 
 
 def _free_port() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,7 +73,7 @@ class Node:
 
     def join(self) -> None:
         self.say_hello()
-        self.say(Here(self.hear(AreYouThere).question, 0.0))
+        self.say(Here(self.hear(AreYouThere).question, time.time()))
         self._head.receive()
         self.say(Ready(self.hear(Offer).model_digest))
         self._head.receive()
@@ -144,3 +145,15 @@ def test_a_stage_that_ended_is_told_when_its_own_words_had_time_to_come(place: P
     place.clock.advance_to(due_s)
     with pytest.raises(WorkerLost, match=r"node 1 \(b, .*; stage 1\): its process 7 was killed by SIGKILL"):
         place.head.receive()
+
+
+def test_a_clock_that_was_set_on_all_machines_is_no_nodes_fault(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    set_ahead_s = time.time() + 3600.0
+    monkeypatch.setattr(time, "time", lambda: set_ahead_s)
+    with caplog.at_level("INFO", "stageline"):
+        place.node("b").join()
+    told = [record.getMessage() for record in caplog.records]
+    assert any("joined; round trip" in line for line in told)
+    assert not any("clock of" in line and "wrong" in line for line in told)

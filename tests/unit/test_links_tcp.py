@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 import zmq
@@ -218,7 +218,8 @@ def test_every_tcp_connection_sends_at_once(new_links: NewLinks) -> None:
     new_links(KEY).sender(bound_address(receiver)).send(b"x")
     assert receiver.poll(PATIENCE_MS)
     port = TcpAddress.parse(bound_address(receiver)).port
-    flags = [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for connection in own_connections(port)]
+    with own_connections(port) as connections:
+        flags = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in connections]
     assert len(flags) == 2 and all(flags)
 
 
@@ -231,19 +232,27 @@ def test_a_dead_link_is_told_by_what_does_not_arrive_however_long_a_message_take
         assert end.getsockopt(zmq.HEARTBEAT_IVL) > 0, "something has to be under way for a loss to be noticed"
         assert end.getsockopt(zmq.HEARTBEAT_TIMEOUT) == end.getsockopt(zmq.HEARTBEAT_TTL) == 0
     port = TcpAddress.parse(bound_address(receiver)).port
-    allowed_ms = {one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in own_connections(port)}
+    with own_connections(port) as connections:
+        allowed_ms = {one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for one in connections}
     assert allowed_ms == {8000}
 
 
-def own_connections(port: int) -> list[socket.socket]:
+@contextmanager
+def own_connections(port: int) -> Iterator[list[socket.socket]]:
     """Both ends of this process's connections with this port."""
     found = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):
-            one = socket.socket(fileno=os.dup(int(name)))
-            if one.family == socket.AF_INET and port in (one.getsockname()[1], one.getpeername()[1]):
-                found.append(one)
-    return found
+    with ExitStack() as stack:
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                descriptor = os.dup(int(name))
+                try:
+                    one = stack.enter_context(socket.socket(fileno=descriptor))
+                except OSError:
+                    os.close(descriptor)
+                    continue
+                if one.family == socket.AF_INET and port in (one.getsockname()[1], one.getpeername()[1]):
+                    found.append(one)
+        yield found
 
 
 def test_tcp_without_security_stays_on_loopback_and_no_wildcard_is_bound(new_links: NewLinks) -> None:
@@ -276,7 +285,11 @@ def test_addresses_survive_their_text_form(text: str, address: TcpAddress) -> No
     assert destination_of(tcp_url(address, source)) == address
 
 
-@pytest.mark.parametrize("text", ["", "10.0.0.1", "host:5", "10.0.0.1:65536", "10.0.0.1:-1", "10.0.0.1:5x", "10.1:5"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "10.0.0.1", "host:5", "10.0.0.1:65536", "10.0.0.1:-1", "10.0.0.1:5x", "10.1:5", f"10.0.0.1:{'1' * 5000}"],
+    ids=range(8),
+)
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         TcpAddress.parse(text)
@@ -309,6 +322,16 @@ def test_whether_a_link_is_up_is_known_when_it_is_and_within_its_time(new_links:
     stranger.sender(bound_address(receiver))
     assert not stranger.wait_until_up(bound_address(receiver), 0.2)
     assert links.wait_until_up("ipc:///whatever", 0)
+
+
+def test_a_visitor_that_left_before_it_was_looked_at_leaves_no_file_open() -> None:
+    """Its number may be a pipe's by then, as here."""
+    reader, writer = os.pipe()
+    before = os.listdir("/proc/self/fd")
+    assert guard._peer_of(reader) == "a peer that left at once"
+    assert os.listdir("/proc/self/fd") == before
+    os.close(reader)
+    os.close(writer)
 
 
 def test_what_children_inherit_holds_no_key() -> None:

@@ -28,10 +28,22 @@ def test_a_pipeline_that_serves_in_between_is_revived_for_ever() -> None:
         assert revival.allows(LOSS, is_remote=False, now_s=now_s)
 
 
+def test_the_first_starts_follow_at_once_and_those_after_them_ever_later() -> None:
+    revival, pauses_s = Revival(is_wanted=True), []
+    revival.began_to_serve(0.0)
+    while revival.allows(LOSS, is_remote=False, now_s=1.0):
+        revival.began_to_serve(1.0)
+        pauses_s.append(revival.pause_s)
+    assert pauses_s[0] == 0.0 and pauses_s == sorted(pauses_s) and pauses_s[-1] >= 1.0 and sum(pauses_s) < 10.0
+    revival.began_to_serve(0.0)
+    assert revival.allows(LOSS, is_remote=False, now_s=LONG_S) and revival.pause_s == 0.0
+
+
 def test_one_that_breaks_again_and_again_is_given_up() -> None:
     revival, num_allowed = Revival(is_wanted=True), 0
     revival.began_to_serve(0.0)
     while revival.allows(LOSS, is_remote=False, now_s=float(num_allowed)):
         revival.began_to_serve(float(num_allowed))
         num_allowed += 1
-    assert 1 <= num_allowed <= 10
+        assert not revival.is_exhausted
+    assert 1 <= num_allowed <= 10 and revival.is_exhausted

@@ -371,6 +371,33 @@ def test_the_command_tells_what_is_kept_and_leaves_what_a_stage_has_open(
     assert kept_models(tmp_path / "home/stageline/models") == []
 
 
+def test_on_a_disk_without_locks_copies_are_made_and_told_and_none_is_removed(
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def without_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", without_locks)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    original = open_checkpoint(str(_write_hf(tmp_path / "its")))
+    with caplog.at_level("INFO", "stageline"):
+        copy = place.copy(place.serve(original), model_digest(original), cache=tmp_path / "home/stageline/models")
+        copy.fetch(["model.norm.weight"])
+    assert sum("knows no locks" in record.getMessage() for record in caplog.records) == 1
+    copy.close()
+    assert main(["cache"]) == 0
+    told = capsys.readouterr()
+    assert " used 2" in told.out and "it cannot be told what is in use" in told.err and "by hand" not in told.err
+    assert main(["cache", "--clear"]) == 0
+    told = capsys.readouterr()
+    assert "of 1 model\n" in told.out and "remove what is left by hand" in told.err
+    assert not remove(kept_models(tmp_path / "home/stageline/models")[0])
+
+
 def test_nonsense_from_somebody_with_the_key_disturbs_nobody(place: Place, original: Checkpoint) -> None:
     server, enemy = place.serve(original), Enemy(seed=5)
     caller = place.links().caller(server.address.url)

@@ -50,7 +50,12 @@ def run(args: argparse.Namespace) -> int:
     print(f"{folder}: {format_bytes(total)} of {len(kept)} model{'' if len(kept) == 1 else 's'}")
     for one in kept:
         print(_line(one))
-    if keep_bytes is not None and total > keep_bytes:
+    is_too_much = keep_bytes is not None and total > keep_bytes
+    if any(one.is_in_use is None for one in kept):
+        note = "the disk knows no locks, so it cannot be told what is in use"
+        way_out = "; stop the stages of this machine, and remove what is left by hand" if is_too_much else ""
+        print(f"{note}{way_out}", file=sys.stderr)
+    elif is_too_much:
         print("more is in use: stop the stages that use it, and type this again", file=sys.stderr)
     return 0
 

@@ -121,13 +121,13 @@ def _listen(text: str, asked: Asked) -> int:
     from stageline.doctor.devices import ask_devices
     from stageline.doctor.peer import Peer
     from stageline.links.key_file import given_security
-    from stageline.links.tcp_address import TcpAddress
+    from stageline.links.tcp_address import TcpAddress, is_port
 
     has_port = not text.endswith("]") and (text.count(":") == 1 or "]:" in text)
     host, port = text, ""
     if has_port:
         host, _, port = text.rpartition(":")
-        if not port.isdecimal():
+        if not is_port(port):
             raise ConfigError(f"--listen {text}: {port!r} is no port; give ADDRESS or ADDRESS:PORT")
     address = resolve(host.strip("[]"), "--listen")
     security = given_security(asked.cluster.cluster_key_file, asked.serve.insecure)

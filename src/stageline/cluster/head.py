@@ -48,7 +48,6 @@ from stageline.executor.remote_stages import Channel
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.sockets import Links
 from stageline.links.tcp_address import TcpAddress
-from stageline.links.wakeup import Wakeup
 from stageline.pipeline.rank_layout import StageRank
 
 logger = logging.getLogger(__name__)
@@ -151,7 +150,7 @@ class Head:
 
     # ---- who takes part ----
 
-    def gather(self, wakeup: Wakeup | None = None) -> None:
+    def gather(self) -> None:
         """Wait until every stage has a node. At the first time no longer than `--join-timeout`; later, for ever.
 
         Raises: ConfigError if nodes are missing by then, or bring other stages than the pipeline has.
@@ -378,7 +377,9 @@ class Head:
             return
         if isinstance(message, Hello) and message.wants_weights:
             self._serve_weights()
-        self._answer(self._membership.take(identity, message, self._clock.now_s()))
+        now_s = self._clock.now_s()
+        self._membership.wall_s = time.time() - now_s
+        self._answer(self._membership.take(identity, message, now_s))
         if isinstance(message, WayFound) and (identity, message.number) == self._awaited_way:
             self._way = message
         if isinstance(message, Giving):

@@ -28,31 +28,29 @@ _MOST_PROCESSES = 256
 class LocalStages:
     """Args:
     folder: for ipc sockets.
-    head: the head's address, where stages call it.
-    addresses: where this node's first stage may get what other machines send.
     """
 
-    def __init__(
-        self, folder: str, head: str, addresses: Sequence[TcpAddress], access: LinkAccess, binds_cores: bool
-    ) -> None:
+    def __init__(self, folder: str, access: LinkAccess, binds_cores: bool) -> None:
         self._folder = folder
-        self._head = head
-        self._addresses = addresses
         self._access = access
         self._binds_cores = binds_cores
         self._workers: list[WorkerProcess] = []
         self.pipeline = 0
 
-    def start(self, wanted: StartStages, model: str | WeightSource) -> None:
+    def start(
+        self, wanted: StartStages, model: str | WeightSource, head: str, addresses: Sequence[TcpAddress]
+    ) -> None:
         """End what runs, and start these.
 
         Args:
             model: its path here, or where to copy it from.
+            head: the head's address, where stages call it.
+            addresses: where this node's first stage may get what other machines send.
         Raises: FrameError if they are not a row of stages.
         """
         self.end(0.0)
         check_row(wanted.configs)
-        own_input = self._own_input(wanted.configs[0])
+        own_input = _own_input(wanted.configs[0], addresses)
         self.pipeline = wanted.pipeline
         threads = wanted.configs[0].num_threads
         cores = cores_per_stage(len(wanted.configs), threads) if self._binds_cores else None
@@ -70,7 +68,7 @@ class LocalStages:
                         socket_folder=self._folder,
                         log_level=environment.log_level(),
                         cores=cores[place] if cores else [],
-                        engine_address=self._head,
+                        engine_address=head,
                         control_address="",
                         ping_address="",
                         access=self._access,
@@ -107,14 +105,6 @@ class LocalStages:
             hand_on_addresses=[] if before in sizes or rank else siblings,
         )
 
-    def _own_input(self, first: WorkerConfig) -> str:
-        """Where the head says that the stage before sends. Raises: FrameError if that is no address of this node."""
-        listening = (first.input_address or "").rpartition(";")[2]
-        for address in self._addresses:
-            if address.url in (listening, f"tcp://{listening}"):
-                return address.url
-        raise FrameError(f"stage {first.stage_index} shall listen at {first.input_address}, no address of this node")
-
     def _inputs(self, stage_index: int, rank: int, num_senders: int) -> list[str]:
         return rank_inputs(f"ipc://{self._folder}/s{stage_index}.r{rank}", num_senders)
 
@@ -139,6 +129,15 @@ class LocalStages:
         while self._workers:
             self._workers[-1].reap()
             self._workers.pop()
+
+
+def _own_input(first: WorkerConfig, addresses: Sequence[TcpAddress]) -> str:
+    """Where the head says that the stage before sends. Raises: FrameError if that is no address of this node."""
+    listening = (first.input_address or "").rpartition(";")[2]
+    for address in addresses:
+        if address.url in (listening, f"tcp://{listening}"):
+            return address.url
+    raise FrameError(f"stage {first.stage_index} shall listen at {first.input_address}, no address of this node")
 
 
 def _how_it_ended(worker: WorkerProcess) -> str:

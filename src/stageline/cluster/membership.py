@@ -102,12 +102,13 @@ Answers = list[tuple[bytes, ToNode]]
 class Membership:
     """Args:
     wanted: what every node has to fit.
-    wall_s: the time of day, in seconds since 1970, at the time 0 of all other times given here.
+    wall_s: the time of day, in seconds since 1970, at the time 0 of all other times given here; to be kept right, for
+        the time of day may be set.
     """
 
     def __init__(self, wanted: Wanted, wall_s: float) -> None:
         self._wanted = wanted
-        self._wall_s = wall_s
+        self.wall_s = wall_s
         self._members: dict[int, Member] = {}
         self._claims: list[tuple[bytes, Hello]] = []
         self._next_question = 0
@@ -305,7 +306,7 @@ class Membership:
         if member.asked_s is None:
             return []
         round_trip_s = now_s - member.asked_s
-        reading = ClockReading(message.wall_s - (self._wall_s + now_s - round_trip_s / 2), round_trip_s)
+        reading = ClockReading(message.wall_s - (self.wall_s + now_s - round_trip_s / 2), round_trip_s)
         if member.clock is None or reading.round_trip_s < member.clock.round_trip_s:
             member.clock = reading
         member.asked_s = None

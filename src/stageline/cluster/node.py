@@ -13,8 +13,8 @@ import secrets
 import signal
 import socket as sockets
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,13 +45,14 @@ from stageline.cluster.messages import (
     ToNode,
     Welcome,
 )
-from stageline.cluster.ports import HeldPort, own_address_towards, resolve
+from stageline.cluster.places import Places
+from stageline.cluster.ports import HeldPort
 from stageline.cluster.probe_listener import ProbeListener
 from stageline.cluster.reach import Reach
-from stageline.cluster.ways import find_way, listen, own_hosts
+from stageline.cluster.ways import WaySearch, listen
 from stageline.cluster.weight_port import WeightPort, kept_copy
 from stageline.config import environment
-from stageline.errors import ConfigError, FrameError
+from stageline.errors import ConfigError, FrameError, StageUnfit
 from stageline.executor.messages import LinkAccess
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.ipc_folder import IpcFolder
@@ -112,7 +113,8 @@ def run_node(asked: NodeSettings) -> None:
         try:
             for number in _SIGNALS:
                 signal.signal(number, node.stop)
-            node.run()
+            with suppress(_ToldToStop):
+                node.run()
         finally:
             node.close()
     finally:
@@ -123,26 +125,27 @@ def run_node(asked: NodeSettings) -> None:
         os.close(writer)
 
 
+class _ToldToStop(BaseException):
+    """By a signal, while something is done that hears none; see `_Node._broken_off_by_signals`."""
+
+
 class _Node:
     def __init__(self, asked: NodeSettings, signal_fd: int) -> None:
         self._asked = asked
         self._signal_fd = signal_fd
         self._is_told_to_stop = False
+        self._is_away = False
         self._is_broken = False
         self._bell = Wakeup()
         self._node_id = secrets.token_hex(12)
-        head = resolve_head(asked.head)
-        self._head = TcpAddress(head, asked.port)
-        own = resolve(asked.address, "--node-address") if asked.address else own_address_towards(self._head)
-        self._hosts = own_hosts(own, asked.interface, is_only=asked.address is not None)
-        self._port = HeldPort(own, asked.ports)
-        self._own = self._port.address
+        self._places = Places(asked.head, asked.port, asked.address, asked.interface)
+        self._port = HeldPort(self._places.own, asked.ports)
         # Made last: what is refused before leaves no folder.
         self._folder = IpcFolder("s9999.r999.input999")
-        addresses = [TcpAddress(host.host, self._own.port) for host in self._hosts]
-        self._stages = LocalStages(self._folder.path, self._head.url, addresses, asked.access, asked.binds_cores)
+        self._stages = LocalStages(self._folder.path, asked.access, asked.binds_cores)
         self._weights = WeightPort(self._port, asked.ports, asked.access)
         self._probes: ProbeListener | None = None
+        self._search: WaySearch | None = None
         self._unread: list[ToNode] = []
         self._decoder: MessageDecoder[ToNode] = MessageDecoder(ToNode)
         self._links: Links | None = None
@@ -167,6 +170,19 @@ class _Node:
     def stop(self, number: int, _frame: object) -> None:
         """Handles a signal."""
         self._is_told_to_stop = True
+        if self._is_away:
+            raise _ToldToStop
+
+    @contextmanager
+    def _broken_off_by_signals(self) -> Iterator[None]:
+        """For what may take long elsewhere: a model that is downloaded first, a host that does not answer."""
+        try:
+            self._is_away = True
+            yield
+        except _ToldToStop:
+            pass
+        finally:
+            self._is_away = False
 
     def close(self) -> None:
         self._stages.end(0.0)
@@ -181,12 +197,24 @@ class _Node:
     def _connect(self) -> None:
         self._is_broken = False
         self._unread = []
+        self._settle()
         self._answer_probes(True)
         self._links = Links(self._asked.access.security(), on_broken=self._on_broken)
-        self._socket = self._links.caller(self._head.url, identity=f"node.{secrets.token_hex(12)}".encode())
-        self._reach = Reach(self._head, self._links, is_patient=self._has_been_in)
+        self._socket = self._links.caller(self._places.head.url, identity=f"node.{secrets.token_hex(12)}".encode())
+        self._reach = Reach(self._places.head, self._links, is_patient=self._has_been_in)
+
+    def _settle(self) -> None:
+        """Where this machine and its head are now."""
+        self._places.take()
+        if (own := self._places.own) != self._port.address.host:
+            logger.info("this machine is reached at %s now, no longer at %s", own, self._port.address.host)
+            self._answer_probes(False)
+            left, self._port = self._port, HeldPort(own, self._asked.ports)
+            left.close()
+            self._weights = WeightPort(self._port, self._asked.ports, self._asked.access)
 
     def _disconnect(self) -> None:
+        self._end_search()
         if self._links is not None:
             self._links.close(linger_s=_GOODBYE_S if self._is_told_to_stop and not self._is_broken else 0.0)
             self._links = None
@@ -195,10 +223,15 @@ class _Node:
     def _answer_probes(self, wanted: bool) -> None:
         """Whoever may send to this node's first stage measures the ways to it as long as that is not started."""
         if wanted and self._probes is None:
-            self._probes = listen(self._hosts, self._own.port, self._asked.access.security())
+            self._probes = listen(self._places.hosts, self._port.address.port, self._asked.access.security())
         elif not wanted and self._probes is not None:
             self._probes.close()
             self._probes = None
+
+    def _end_search(self) -> None:
+        if self._search is not None:
+            self._search.end()
+            self._search = None
 
     def _on_broken(self, _address: str) -> None:
         self._is_broken = True
@@ -238,7 +271,7 @@ class _Node:
     # ---- joining ----
 
     def _join(self, deadline_s: float) -> bool:
-        """Returns: false if the connection broke meanwhile, or there is a signal. Raises: ConfigError."""
+        """Returns: false if it has to connect again, or there is a signal. Raises: ConfigError."""
         began_s = time.monotonic()
         self._send(self._hello())
         while not (self._is_told_to_stop or self._is_broken):
@@ -246,7 +279,8 @@ class _Node:
             for place, message in enumerate(messages):
                 match message:
                     case Offer():
-                        self._take_offer(message)
+                        with self._broken_off_by_signals():
+                            self._take_offer(message)
                     case Refused():
                         raise HandshakeError(message.step, message.reason)
                     case AreYouThere():
@@ -254,11 +288,14 @@ class _Node:
                     case Welcome():
                         self._has_been_in = True
                         self._unread = messages[place + 1 :]
-                        logger.info("joined %s as node %d", self._head, message.rank)
+                        logger.info("joined %s as node %d", self._places.head, message.rank)
                         return True
             now_s = time.monotonic()
             if not messages and now_s - began_s >= _LOOK_S:
-                self._reach.look(now_s >= deadline_s, deadline_s - now_s)
+                if self._places.look():
+                    return False
+                with self._broken_off_by_signals():
+                    self._reach.look(now_s >= deadline_s, deadline_s - now_s)
         return False
 
     def _hello(self) -> Hello:
@@ -269,7 +306,7 @@ class _Node:
             host_name=sockets.gethostname(),
             rank=asked.rank,
             num_stages=asked.num_stages,
-            address=str(self._own),
+            address=str(self._port.address),
             settings=dict(asked.settings),
             addresses=[] if self._probes is None else [str(address) for address in self._probes.addresses],
             wants_weights=asked.model_source == "peer",
@@ -304,20 +341,26 @@ class _Node:
     def _serve(self) -> None:
         """Returns when the head is gone, or a signal says to stop. Raises: HandshakeError if the head wants no more."""
         while not (self._is_told_to_stop or self._is_broken):
-            for message in self._wait(math.inf):
+            messages = self._wait(math.inf)
+            if self._search is not None and (found := self._search.take()) is not None:
+                self._send(found)
+                self._end_search()
+            for message in messages:
                 match message:
                     case AreYouThere():
                         self._send(Here(message.question, time.time()))
                     case StartStages():
                         self._answer_probes(False)
-                        self._stages.start(message, self._model_from(message.weight_givers))
+                        self._start_stages(message)
                     case EndStages():
                         self._stages.end(message.patience_s)
                         self._answer_probes(True)
                     case GiveWeights():
-                        self._send(Giving(self._give_weights()))
+                        with self._broken_off_by_signals():
+                            self._send(Giving(self._give_weights()))
                     case FindWay():
-                        self._send(find_way(self._hosts, message, self._asked.access.security()))
+                        self._end_search()
+                        self._search = WaySearch(self._places.hosts, message, self._asked.access.security(), self._bell)
                     case Refused():
                         raise HandshakeError(message.step, message.reason)
                     case SayHello():
@@ -328,8 +371,16 @@ class _Node:
                     case Offer():
                         logger.warning("the head made an offer that nobody asked for")
         if self._is_broken and not self._is_told_to_stop:
-            logger.warning("the head is gone: the stages here end, and this node waits for it at %s", self._head)
+            logger.warning("the head is gone: the stages here end, and this node waits for it at %s", self._places.head)
 
+    def _start_stages(self, wanted: StartStages) -> None:
+        own = [TcpAddress(host.host, self._port.address.port) for host in self._places.hosts]
+        try:
+            self._stages.start(wanted, self._model_from(wanted.weight_givers), self._places.head.url, own)
+        except StageUnfit as error:
+            logger.error("%s", error)
+            self._stages.end(0.0)
+            self._send(StageEnded(wanted.pipeline, error.stage_index, error.reason))
 
     def _model_from(self, givers: list[str]) -> str | WeightSource:
         if isinstance(self._model, str):
@@ -360,11 +411,3 @@ def _weight_source(offer: Offer) -> WeightSource:
     if not offer.weights_address:
         raise HandshakeError("model", "the head has no port left to send weights from; give it a longer --port-range")
     return WeightSource(offer.weights_address, offer.model_digest, str(_weight_cache()), model=offer.model)
-
-
-def resolve_head(name: str) -> str:
-    """Raises: HandshakeError."""
-    try:
-        return resolve(name, "HEAD")
-    except ConfigError as error:
-        raise HandshakeError("connection", str(error)) from None

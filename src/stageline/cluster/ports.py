@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from stageline.errors import ConfigError
-from stageline.links.tcp_address import TcpAddress
+from stageline.links.tcp_address import TcpAddress, why_not_permitted
 
 
 def resolve(name: str, flag: str) -> str:
@@ -39,38 +39,67 @@ class HeldPort:
         if TcpAddress(address, 0).is_wildcard():
             raise ConfigError(f"{address} means every interface of this machine; give the address of one of them")
         # Connections of a run before, which may still be closing, make a port look taken at the first sight.
+        refusals: dict[int, OSError] = {}
         for reuses in (False, True):
             for port in ports:
-                if (held := _bind(address, port, reuses)) is None:
+                try:
+                    self._sockets = _hold(address, port, reuses)
+                except OSError as error:
+                    refusals[port] = error
                     continue
-                if (mark := _bind(address, port, reuses=False, kind=socket.SOCK_DGRAM)) is None:
-                    held.close()
-                    continue
-                held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                self._sockets = (held, mark)
                 self.address = TcpAddress(address, port)
                 return
-        if not ports:
-            raise ConfigError(f"no port of {address} is left; give a longer --port-range")
-        raise ConfigError(f"ports {ports[0]} to {ports[-1]} of {address} are all in use; give another --port-range")
+        raise ConfigError(_words_for_range(address, refusals))
 
     def close(self) -> None:
         for one in self._sockets:
             one.close()
 
 
+def _words_for_range(address: str, refusals: Mapping[int, OSError]) -> str:
+    """Why none of a range's ports can be had. Args: refusals: of each of them."""
+    if not refusals:
+        return f"no port of {address} is left; give a longer --port-range"
+    shown = f"ports {min(refusals)} to {max(refusals)} of {address}"
+    denied = [port for port, error in refusals.items() if error.errno == errno.EACCES]
+    if not denied:
+        return f"{shown} are all in use; give another --port-range"
+    if len(denied) == len(refusals):
+        return f"{shown} cannot be listened on: {why_not_permitted(denied[0])} with --port-range"
+    return (
+        f"{shown}: up to {max(denied)} they cannot be listened on, for {why_not_permitted(denied[0])}; the others are "
+        "in use; give another --port-range"
+    )
+
+
 def check_port(address: str, port: int, flag: str) -> None:
     """Raises: ConfigError if it cannot be listened on."""
-    candidate = _bind(address, port, reuses=True)
-    if candidate is None:
-        raise ConfigError(f"port {port} of {address} is in use; stop what listens there, or give another {flag}")
-    candidate.close()
+    try:
+        _bind(address, port, reuses=True).close()
+    except PermissionError:
+        raise ConfigError(
+            f"port {port} of {address} cannot be listened on: {why_not_permitted(port)} with {flag}"
+        ) from None
+    except OSError:
+        raise ConfigError(
+            f"port {port} of {address} is in use; stop what listens there, or give another {flag}"
+        ) from None
 
 
-def _bind(
-    address: str, port: int, reuses: bool, kind: socket.SocketKind = socket.SOCK_STREAM
-) -> socket.socket | None:
-    """None if the port is in use. Raises: ConfigError for the address."""
+def _hold(address: str, port: int, reuses: bool) -> tuple[socket.socket, socket.socket]:
+    """Raises: OSError if the port cannot be had; ConfigError for the address."""
+    held = _bind(address, port, reuses)
+    try:
+        mark = _bind(address, port, reuses=False, kind=socket.SOCK_DGRAM)
+    except BaseException:
+        held.close()
+        raise
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return held, mark
+
+
+def _bind(address: str, port: int, reuses: bool, kind: socket.SocketKind = socket.SOCK_STREAM) -> socket.socket:
+    """Raises: OSError if the port is in use, or the system does not permit it; ConfigError for the address."""
     is_v6 = ipaddress.ip_address(address).version == 6
     candidate = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET, kind)
     candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
@@ -79,7 +108,7 @@ def _bind(
     except OSError as error:
         candidate.close()
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            return None
+            raise
         raise ConfigError(
             f"{address} is not an address of this machine ({error.strerror or error}); give one that is"
         ) from None

@@ -19,6 +19,7 @@ from stageline.errors import ConfigError
 from stageline.links.keys import LinkSecurity
 from stageline.links.sockets import Links, Socket
 from stageline.links.tcp_address import TcpAddress, tcp_url
+from stageline.links.wakeup import Wakeup
 
 TYPICAL_STEP_BYTES = 64 * 4096 * 2
 """Activations of 64 requests of a model with hidden size 4096, in 16 bits."""
@@ -29,7 +30,7 @@ _REACH_S = 3.0
 _NUM_ROUND_TRIPS = 30
 _ROUND_TRIPS_S = 0.5
 _LONG_ENOUGH_S = 0.15
-_MOST_BYTES = 256 * 2**20
+_FIRST_BYTES, _MOST_BYTES = 8 * 2**10, 256 * 2**20
 _PATIENCE_S = 5.0
 _TINY = b"\0" * 64
 
@@ -79,18 +80,26 @@ class NoWay:
         return f"{source}{self.destination}: {self.reason}"
 
 
+class Stopped(Exception):
+    """Nobody wants to know any more."""
+
+
 def choose_address(
-    pairs: Sequence[Pair], security: LinkSecurity | None, step_bytes: int = TYPICAL_STEP_BYTES
+    pairs: Sequence[Pair],
+    security: LinkSecurity | None,
+    step_bytes: int = TYPICAL_STEP_BYTES,
+    stop: Wakeup | None = None,
 ) -> tuple[Way, list[Way | NoWay]]:
     """Measure every pair of addresses and take the one on which a step is quickest.
 
     Args:
         pairs: of `candidate_pairs`, with addresses of the other machine's `ProbeListener`.
         step_bytes: what a step sends.
+        stop: as for `measure`.
     Returns: the best way, and what was found on each.
-    Raises: ConfigError if the other machine can be reached on none of them, with the reason for each.
+    Raises: ConfigError if the other machine can be reached on none of them, with the reason for each; Stopped.
     """
-    found = measure([(pair.source, pair.destination) for pair in pairs], security)
+    found = measure([(pair.source, pair.destination) for pair in pairs], security, stop)
     ways = [one for one in found if isinstance(one, Way)]
     if not ways:
         reasons = "; ".join(map(str, found)) or "there is no pair of addresses of the same kind"
@@ -99,25 +108,29 @@ def choose_address(
 
 
 def measure(
-    targets: Sequence[tuple[str | None, TcpAddress]], security: LinkSecurity | None
+    targets: Sequence[tuple[str | None, TcpAddress]], security: LinkSecurity | None, stop: Wakeup | None = None
 ) -> list[Way | NoWay]:
     """Measure each way to a `ProbeListener`, one after the other, so that they do not disturb each other.
 
     Takes at most 3 seconds for all that do not answer together, and about one for each that does.
+
+    Args:
+        stop: rung by another thread, ends this at once; it is left unheard.
+    Raises: Stopped.
     """
     links = Links(security)
     try:
-        sockets = [links.caller(tcp_url(address, source)) for source, address in targets]
-        reached = _reach(sockets)
+        probers = [_Prober(links.caller(tcp_url(address, source)), stop) for source, address in targets]
+        reached = _reach(probers, stop)
         found: list[Way | NoWay] = []
-        for socket, (source, address), is_reached in zip(sockets, targets, reached, strict=True):
+        for prober, (source, address), is_reached in zip(probers, targets, reached, strict=True):
             if not is_reached:
                 reason = links.trouble(tcp_url(address, source)) or f"no answer within {_REACH_S:g} s"
                 found.append(NoWay(source, address, reason))
                 continue
             try:
-                round_trip_s = _round_trip_s(socket)
-                found.append(Way(source, address, round_trip_s, _bytes_per_s(socket, round_trip_s)))
+                round_trip_s = _round_trip_s(prober)
+                found.append(Way(source, address, round_trip_s, _bytes_per_s(prober, round_trip_s)))
             except TimeoutError:
                 found.append(NoWay(source, address, f"it answered, and then not for {_PATIENCE_S:g} s"))
         return found
@@ -125,57 +138,72 @@ def measure(
         links.close()
 
 
-def _reach(sockets: Sequence[Socket]) -> list[bool]:
-    """Which of them answer, all asked at once."""
+class _Prober:
+    """One way's socket, and who may say that it is enough."""
+
+    def __init__(self, socket: Socket, stop: Wakeup | None) -> None:
+        self.socket = socket
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        if stop is not None:
+            self._poller.register(stop.fd, zmq.POLLIN)
+
+    def ask(self, kind: bytes, body: bytes) -> bytes:
+        """Raises: TimeoutError if no answer comes, or another one; Stopped."""
+        self.socket.send_multipart([kind, body])
+        ready = dict(self._poller.poll(int(_PATIENCE_S * 1000)))
+        if ready and self.socket not in ready:
+            raise Stopped
+        frames = self.socket.recv_multipart() if ready else []
+        if len(frames) != 2 or frames[0] != kind:
+            raise TimeoutError
+        return frames[1]
+
+
+def _reach(probers: Sequence[_Prober], stop: Wakeup | None) -> list[bool]:
+    """Which of them answer, all asked at once. Raises: Stopped."""
     poller = zmq.Poller()
-    for socket in sockets:
-        socket.send_multipart([ECHO, _TINY])
-        poller.register(socket, zmq.POLLIN)
-    silent = set(sockets)
+    if stop is not None:
+        poller.register(stop.fd, zmq.POLLIN)
+    for prober in probers:
+        prober.socket.send_multipart([ECHO, _TINY])
+        poller.register(prober.socket, zmq.POLLIN)
+    silent = {prober.socket for prober in probers}
     deadline_s = time.monotonic() + _REACH_S
     while silent and (left_s := deadline_s - time.monotonic()) > 0:
-        for socket, _ in poller.poll(math.ceil(left_s * 1000)):
-            socket.recv_multipart()
-            silent.discard(socket)
-    return [socket not in silent for socket in sockets]
+        for ready, _ in poller.poll(math.ceil(left_s * 1000)):
+            if stop is not None and ready == stop.fd:
+                raise Stopped
+            ready.recv_multipart()
+            silent.discard(ready)
+    return [prober.socket not in silent for prober in probers]
 
 
-def _round_trip_s(socket: Socket) -> float:
+def _round_trip_s(prober: _Prober) -> float:
     """The shortest: longer ones waited for something else."""
     shortest_s = math.inf
     began_s = time.monotonic()
     for _ in range(_NUM_ROUND_TRIPS):
         sent_s = time.perf_counter()
-        socket.send_multipart([ECHO, _TINY])
-        _answer(socket, ECHO)
+        prober.ask(ECHO, _TINY)
         shortest_s = min(shortest_s, time.perf_counter() - sent_s)
         if time.monotonic() - began_s > _ROUND_TRIPS_S:
             break
     return shortest_s
 
 
-def _bytes_per_s(socket: Socket, round_trip_s: float) -> float:
-    """Send twice as much until it takes long enough to be timed."""
-    block = bytes(BLOCK_BYTES)
-    num_blocks = 1
+def _bytes_per_s(prober: _Prober, round_trip_s: float) -> float:
+    """Send twice as much until it takes long enough to be timed; so little at first that a slow way answers in time."""
+    num_bytes = _FIRST_BYTES
     while True:
+        block = bytes(min(num_bytes, BLOCK_BYTES))
         sent_s = time.perf_counter()
-        for _ in range(num_blocks):
-            socket.send_multipart([BLOCK, block], copy=False)
-        socket.send_multipart([REPORT, b""])
-        count = int.from_bytes(_answer(socket, REPORT), "little")
+        for _ in range(num_bytes // len(block)):
+            prober.socket.send_multipart([BLOCK, block], copy=False)
+        count = int.from_bytes(prober.ask(REPORT, b""), "little")
         took_s = time.perf_counter() - sent_s
-        if count != num_blocks * BLOCK_BYTES:
+        if count != num_bytes:
             raise TimeoutError
         if took_s >= _LONG_ENOUGH_S + round_trip_s or 2 * count > _MOST_BYTES:
             return count / max(took_s - round_trip_s, 1e-9)
-        num_blocks *= 2
-
-
-def _answer(socket: Socket, kind: bytes) -> bytes:
-    if not socket.poll(int(_PATIENCE_S * 1000)):
-        raise TimeoutError
-    frames = socket.recv_multipart()
-    if len(frames) != 2 or frames[0] != kind:
-        raise TimeoutError
-    return frames[1]
+        num_bytes *= 2

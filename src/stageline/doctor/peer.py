@@ -21,7 +21,7 @@ from stageline.checkpoint.open import open_checkpoint
 from stageline.cluster.addresses import OwnAddress, candidate_pairs
 from stageline.cluster.handshake import HandshakeError, check_model, settings_of, this_software
 from stageline.cluster.messages import Declined, FindWay, Hello, Offer, Ready
-from stageline.cluster.probe import choose_address
+from stageline.cluster.probe import Stopped, choose_address
 from stageline.cluster.probe_listener import ProbeListener
 from stageline.cluster.ways import own_hosts
 from stageline.config import environment
@@ -31,6 +31,7 @@ from stageline.errors import ConfigError, FrameError
 from stageline.links.frames import MessageDecoder, encode_message
 from stageline.links.keys import LinkSecurity
 from stageline.links.tcp_address import TcpAddress
+from stageline.links.wakeup import Wakeup
 from stageline.pipeline.host_devices import HostDevices
 
 FACTS, OFFER, REACH = b"facts", b"offer", b"reach"
@@ -88,6 +89,7 @@ class Peer:
         self._devices = devices
         self._hosts = own_hosts(address.host, asked.cluster.interface, asked.cluster.node_address is not None)
         self._node_id = secrets.token_hex(12)
+        self._stop = Wakeup()
         answers: dict[bytes, Callable[[bytes], bytes | None]] = {
             FACTS: self._facts, OFFER: self._model, REACH: self._reach,
         }  # fmt: skip
@@ -95,7 +97,9 @@ class Peer:
         self.address = self._listener.addresses[0]
 
     def close(self) -> None:
+        self._stop.ring()
         self._listener.close()
+        self._stop.close()
 
     def _facts(self, _body: bytes) -> bytes:
         asked = self._asked
@@ -150,18 +154,23 @@ class Peer:
             question = _QUESTIONS.decode(body)
         except FrameError:
             return None
-        return msgspec.msgpack.encode(reach(self._hosts, question, self._security))
+        try:
+            return msgspec.msgpack.encode(reach(self._hosts, question, self._security, self._stop))
+        except Stopped:
+            return None
 
 
 _OFFERS: MessageDecoder[Offer] = MessageDecoder(Offer)
 _QUESTIONS: MessageDecoder[FindWay] = MessageDecoder(FindWay)
 
 
-def reach(hosts: Sequence[OwnAddress], question: FindWay, security: LinkSecurity | None) -> Reached:
-    """Measure the best way to another machine; takes a few seconds."""
+def reach(
+    hosts: Sequence[OwnAddress], question: FindWay, security: LinkSecurity | None, stop: Wakeup | None = None
+) -> Reached:
+    """Measure the best way to another machine; takes a few seconds. Raises: Stopped, when `stop` is rung."""
     try:
         pairs = candidate_pairs(hosts, [TcpAddress.parse(address) for address in question.addresses])
-        way, _ = choose_address(pairs, security, question.step_bytes)
+        way, _ = choose_address(pairs, security, question.step_bytes, stop)
     except ConfigError as error:
         return Reached(str(error))
     return Reached(str(way), way.round_trip_s, way.bytes_per_s)

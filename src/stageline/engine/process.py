@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 import traceback
 from collections import deque
 
@@ -45,7 +46,7 @@ from stageline.engine.revival import Revival
 from stageline.engine.startup import Pipeline, restart_pipeline, start_pipeline
 from stageline.engine.stats import EngineFacts, StageFacts
 from stageline.engine.warm_up import PROOF, USUAL_SIZES, warm_up
-from stageline.errors import InternalError, StagelineError, WorkerLost
+from stageline.errors import InternalError, StagelineError, StageUnfit, WorkerLost
 from stageline.links.child_process import read_message, write_message
 from stageline.links.frames import encode_message
 from stageline.links.sockets import Links
@@ -159,12 +160,18 @@ class _Engine:
                     while serving.loop.run_until_drained():
                         self._tell_owner(Drained())
                     return
-                except WorkerLost as loss:
-                    is_remote = head is not None and loss.stage_index >= head.num_local
-                    if not revival.allows(loss, is_remote, self._clock.now_s()):
+                except (WorkerLost, StageUnfit) as error:
+                    is_remote = head is not None and error.stage_index >= head.num_local
+                    # What does not fit when everything begins is asked wrongly; later it may pass.
+                    is_wrong = isinstance(error, StageUnfit) and serving is None
+                    if is_wrong or not revival.allows(error, is_remote, self._clock.now_s()):
+                        if revival.is_exhausted:
+                            logger.error("it broke too often in a row: mend the cause, and start the server again")
                         raise
+                    loss = error if isinstance(error, WorkerLost) else WorkerLost(error.stage_index, error.reason)
                     responder.forget_core()
                     self._go_down(loss, serving, head.machine_of(loss.stage_index) if head is not None else "")
+                    self._let_pass(revival.pause_s)
         finally:
             if serving is not None:
                 serving.pipeline.core.close()
@@ -220,6 +227,12 @@ class _Engine:
         if serving is not None:
             serving.loop.pipeline_lost(loss, keeps_requests)
         self.tell_all(PipelineDown(reason, _RETRY_AFTER_S, keeps_requests))
+
+    def _let_pass(self, pause_s: float) -> None:
+        """Another thread sees to it that this process can be told to leave meanwhile."""
+        if pause_s > 0:
+            logger.info("it broke several times in a row: it is started again in %g s", pause_s)
+            threading.Event().wait(pause_s)
 
     def _warm_up(self, pipeline: Pipeline, vocab_size: int) -> None:
         rounds = (*PROOF, *(USUAL_SIZES if self._config.warms_up else ()))

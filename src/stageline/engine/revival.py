@@ -11,6 +11,10 @@ from stageline.errors import StagelineError
 _MOST_IN_A_ROW = 5
 _GOOD_SERVICE_S = 60.0
 
+_NUM_AT_ONCE = 2
+_FIRST_PAUSE_S = 1.0
+"""From the third time in a row on it is waited before the next start, each time twice as long: 7 s in all."""
+
 
 class Revival:
     """Args:
@@ -26,6 +30,17 @@ class Revival:
     def began_to_serve(self, now_s: float) -> None:
         self._has_served = True
         self._ready_s = now_s
+
+    @property
+    def is_exhausted(self) -> bool:
+        """It was tried often enough, in vain."""
+        return self._is_wanted and self._num_in_a_row > _MOST_IN_A_ROW
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the start that was allowed; whoever watches a first start waits for nothing."""
+        num_paused = self._num_in_a_row - _NUM_AT_ONCE if self._has_served else 0
+        return _FIRST_PAUSE_S * 2.0 ** (num_paused - 1) if num_paused > 0 else 0.0
 
     def allows(self, loss: StagelineError, is_remote: bool, now_s: float) -> bool:
         """To be asked once for each loss.

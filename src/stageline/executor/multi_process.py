@@ -20,7 +20,7 @@ import zmq
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.clock import Clock
 from stageline.config.engine_config import EngineConfig
-from stageline.errors import ConfigError, FrameError, StagelineError, WorkerLost
+from stageline.errors import FrameError, StagelineError, StageUnfit, WorkerLost
 from stageline.executor.blame import Blame
 from stageline.executor.clock_offsets import ClockOffsets
 from stageline.executor.executor import CalibrationPlan, OnProgress
@@ -437,10 +437,10 @@ class MultiProcessExecutor:
 
     def _heard_failed(self, message: Failed) -> None:
         """Raises: the loss it tells of, unless that is still to be found out."""
+        reason = self._blame.reason_of(self._process_of(message), message.message)
         if message.is_config_error:
-            raise ConfigError(f"stage {message.stage_index}: {message.message}")
+            raise StageUnfit(message.stage_index, reason)
         if message.link_to is None or not self._ranks.has(message.link_to, 0):
-            reason = self._blame.reason_of(self._process_of(message), message.message)
             raise WorkerLost(message.stage_index, reason, message.traceback)
         now_s = self._clock.now_s()
         if (suspect := self._blame.begin(message, now_s)) is not None:

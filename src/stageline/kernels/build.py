@@ -96,9 +96,9 @@ def build_library(cache_directory: Path, variant: str | None = None) -> Path:
         library = cache_directory / f"kernels-{chosen}-{_fingerprint(compiler, _version(compiler))}.so"
         if library.exists():
             return library
-        with _lock(cache_directory / "lock"):
+        with _lock(cache_directory / "lock") as is_alone:
             if not library.exists():
-                _compile_aside(compiler, library, chosen)
+                _compile_aside(compiler, library, chosen, is_alone)
         return library
     except OSError as error:
         raise KernelBuildError(f"cannot write to {cache_directory}: {error}") from error
@@ -127,9 +127,14 @@ def find_compiler() -> str:
     raise KernelBuildError(f"no C++ compiler found ({', '.join(_COMPILERS)})")
 
 
-def _compile_aside(compiler: str, library: Path, variant: str) -> None:
-    """Compile in a process that ends its compilers when this one is gone, however that came."""
-    for left in library.parent.glob(f"{_UNFINISHED}*"):  # by a machine that went down
+def _compile_aside(compiler: str, library: Path, variant: str, is_alone: bool) -> None:
+    """Compile in a process that ends its compilers when this one is gone, however that came.
+
+    Args:
+        is_alone: no other process compiles there.
+    """
+    # Left by a machine that went down.
+    for left in library.parent.glob(f"{_UNFINISHED}*") if is_alone else ():
         shutil.rmtree(left, ignore_errors=True)
     least_s, most_s = (seconds / (os.cpu_count() or 1) + 1 for seconds in _USUAL_CORE_S)
     logger.info(
@@ -180,15 +185,22 @@ def _fingerprint(*compiler: object) -> str:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the system releases it when its holder dies."""
+def _lock(path: Path) -> Iterator[bool]:
+    """Held by one process at a time; the system releases it when its holder dies.
+
+    Yields: false where the disk knows no locks: then each process compiles for itself, and the last one's stays.
+    """
     with path.open("w") as file:
+        is_held = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             logger.info("waiting for the CPU kernels, which another process compiles")
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        except OSError as error:
+            logger.info("the disk of %s knows no locks (%s)", path.parent, error.strerror)
+            is_held = False
+        yield is_held
 
 
 def _compile_commands(compiler: str, objects: Path, variants: Sequence[str]) -> list[list[str]]:

@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from stageline.config import environment
+from stageline.errors import ConfigError
 
 _LENGTH_BYTES = 8
 _READ_BYTES = 1 << 16
@@ -35,13 +36,27 @@ class ChildProcess:
         config: the first message on its standard input.
         pass_fds: further files it inherits, under the same numbers.
         environ: variables to set besides this process's own.
+    Raises: ConfigError if the system starts no more processes, or opens no more files.
     """
 
     def __init__(
         self, module: str, config: bytes, pass_fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
     ) -> None:
+        try:
+            self._start(module, config, pass_fds, environ or {})
+        except OSError as error:
+            limits = "look at the limits of this user (ulimit -a), of its container, and at the memory that is left"
+            raise ConfigError(f"no process can be started for {module}: {error.strerror or error}; {limits}") from None
+
+    def _start(self, module: str, config: bytes, pass_fds: Sequence[int], environ: Mapping[str, str]) -> None:
+        """Raises: OSError."""
         config_fd, parent_fd = os.pipe()
-        exit_fd, child_exit_fd = os.pipe()
+        try:
+            exit_fd, child_exit_fd = os.pipe()
+        except OSError:
+            os.close(config_fd)
+            os.close(parent_fd)
+            raise
         # File objects: an interrupt at any place closes them with this object, and the child leaves.
         self._lifeline = os.fdopen(parent_fd, "wb", buffering=0)
         self._exit = os.fdopen(exit_fd, "rb", buffering=0)
@@ -55,7 +70,7 @@ class ChildProcess:
                 stdin=config_fd,
                 pass_fds=(child_exit_fd, *pass_fds),
                 process_group=0,
-                env={**environment.for_children(), **(environ or {})},
+                env={**environment.for_children(), **environ},
             )
         except BaseException:
             self._close()

@@ -218,7 +218,17 @@ class Watched:
 
 def _peer_of(fd: int) -> str:
     """The address behind a connection of this process, which may be gone again."""
-    with suppress(OSError), sockets.socket(fileno=os.dup(fd)) as connection:
+    with suppress(OSError), _copy_of(fd) as connection:
         host, port = connection.getpeername()[:2]
         return f"{host} port {port}"
     return "a peer that left at once"
+
+
+def _copy_of(fd: int) -> sockets.socket:
+    """Raises: OSError, and leaves nothing open, if it is no socket: its number may be another file's by now."""
+    copy = os.dup(fd)
+    try:
+        return sockets.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise

@@ -7,15 +7,19 @@ those that nobody owns any more, whatever process ids mean in the containers tha
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import zmq
 
 from stageline.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _FALLBACK_PARENT = "/tmp"
 _PREFIX = "stageline-"
@@ -33,15 +37,14 @@ class IpcFolder:
     """
 
     def __init__(self, longest_name: str) -> None:
+        path = None
         try:
-            self.path = _new_folder(longest_name)
-            remove_abandoned(Path(self.path).parent)
-            # Under its name only once it is locked: before, it would look like one that nobody owns.
-            new = Path(self.path, _NEW_LOCK)
-            self._lock = new.open("wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            new.rename(new.with_name(_LOCK))
+            self.path = path = _new_folder(longest_name)
+            remove_abandoned(Path(path).parent)
+            self._lock = _held_lock(Path(path, _NEW_LOCK))
         except OSError as error:
+            if path is not None:
+                shutil.rmtree(path, ignore_errors=True)
             raise ConfigError(
                 f"the stages' sockets need a folder for temporary files: {error}; set TMPDIR to one that can be written"
             ) from None
@@ -49,6 +52,21 @@ class IpcFolder:
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+
+def _held_lock(new: Path) -> BinaryIO:
+    """Raises: OSError."""
+    lock = new.open("wb")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        # Left without the name of a lock, it is nobody's to remove.
+        logger.info("the disk of %s knows no locks (%s): set TMPDIR to another one, or sockets' folders of processes "
+                    "that were killed stay there", new.parent.parent, error.strerror)  # fmt: skip
+        return lock
+    # Under its name only once it is locked: before, it would look like one that nobody owns.
+    new.rename(new.with_name(_LOCK))
+    return lock
 
 
 def remove_abandoned(parent: Path) -> None:

@@ -14,7 +14,7 @@ import zmq
 from stageline.errors import ConfigError
 from stageline.links.guard import HANDSHAKE_S, ZAP_DOMAIN, Guard, OnBroken, Watched
 from stageline.links.keys import LinkSecurity
-from stageline.links.tcp_address import TcpAddress, destination_of, is_tcp
+from stageline.links.tcp_address import TcpAddress, destination_of, is_tcp, why_not_permitted
 
 MAX_CONTROL_BYTES = 256 * 2**20
 """Largest control message accepted: far above any microbatch, far below what would hurt."""
@@ -210,4 +210,6 @@ def _words_for(address: str, error: zmq.ZMQError) -> str:
         return f"{address} is in use; stop what listens there, or give another port"
     if error.errno in (errno.EADDRNOTAVAIL, errno.ENODEV):
         return f"{address} is not an address of this machine; give one that is"
+    if error.errno == errno.EACCES:
+        return f"{address} cannot be listened on: {why_not_permitted(destination_of(address).port)}"
     return f"{address} cannot be listened on: {reason}"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from stageline.errors import ConfigError
 
 _SCHEME = "tcp://"
-_HIGHEST_PORT = 65535
+_HIGHEST_PORT, _MOST_DIGITS = 65535, 9
+FIRST_UNPRIVILEGED_PORT = 1024
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class TcpAddress:
     def parse(text: str) -> TcpAddress:
         """Of `tcp://10.0.0.1:5000`, `10.0.0.1:5000` or `[fe80::1]:5000`. Raises: ConfigError."""
         host, colon, port = text.removeprefix(_SCHEME).rpartition(":")
-        if not colon or not port.isascii() or not port.isdigit() or int(port) > _HIGHEST_PORT:
+        if not colon or not is_port(port):
             raise ConfigError(f"{text!r} is no address with a port; give one such as 10.0.0.1:5000")
         host = host.removeprefix("[").removesuffix("]")
         try:
@@ -49,6 +50,19 @@ class TcpAddress:
     def url(self) -> str:
         """As ZeroMQ wants it."""
         return f"{_SCHEME}{self}"
+
+
+def is_port(text: str) -> bool:
+    """Whether it is a number that TCP has a port for, or 0; the text may be anything, of any length."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS
+    return is_number and int(text) <= _HIGHEST_PORT
+
+
+def why_not_permitted(port: int) -> str:
+    """Why the system lets nobody listen on a port that nobody else has, and what to do."""
+    if port < FIRST_UNPRIVILEGED_PORT:
+        return f"ports below {FIRST_UNPRIVILEGED_PORT} need privileges; give a higher one"
+    return "this system does not permit it; give another one, or ask whoever set up its sandbox or security rules"
 
 
 def tcp_url(address: TcpAddress, source: str | None = None) -> str:

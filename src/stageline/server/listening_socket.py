@@ -15,13 +15,12 @@ import psutil
 
 from stageline.config.serve_config import ServeConfig
 from stageline.errors import ConfigError
+from stageline.links.tcp_address import FIRST_UNPRIVILEGED_PORT, why_not_permitted
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
 """Connections that the system holds for processes that are too busy to accept them."""
-
-_FIRST_UNPRIVILEGED_PORT = 1024
 
 
 def bind(config: ServeConfig) -> socket.socket:
@@ -103,9 +102,11 @@ def _words_for(config: ServeConfig, error: OSError) -> str:
         return f"port {port} of {host} is in use; stop what listens there, or give another --port (0 takes any)"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"--host {host} is not an address of this machine; give one that is, such as 127.0.0.1"
-    if error.errno == errno.EACCES and port < _FIRST_UNPRIVILEGED_PORT:
+    if error.errno == errno.EACCES and port < FIRST_UNPRIVILEGED_PORT:
         return (
-            f"--port {port} is below {_FIRST_UNPRIVILEGED_PORT} and needs privileges; give a higher port, and let a "
+            f"--port {port} is below {FIRST_UNPRIVILEGED_PORT} and needs privileges; give a higher port, and let a "
             "proxy in front listen on the low one"
         )
+    if error.errno == errno.EACCES:
+        return f"--port {port} cannot be listened on: {why_not_permitted(port)}"
     return f"{host} port {port} cannot be listened on: {error.strerror or error}"

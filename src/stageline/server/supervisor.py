@@ -195,7 +195,10 @@ class Supervisor:
         if self._phase is not _Phase.SERVING:
             return
         if not self._engines.may_start_again(replica, error):
-            logger.error("replica %d is not started again: it was, and has not served for long since", replica)
+            logger.error(
+                "replica %d is not started again: it was, and has not served for long since; when its cause is mended, "
+                "start the server again", replica,
+            )  # fmt: skip
             return
         try:
             self._engines.start(replica)

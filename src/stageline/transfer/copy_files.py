@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,8 @@ from stageline.checkpoint.safetensors_index import read_safetensors_index
 from stageline.errors import CheckpointError
 from stageline.transfer.messages import AboutModel, Run
 from stageline.transfer.table import digest_of
+
+logger = logging.getLogger(__name__)
 
 GGUF = "model.gguf"
 ORIGIN = "origin"
@@ -48,6 +51,8 @@ class CopyFiles:
         self._files: list[int] = []
         with _errors_in(self.folder):
             self._in_use = _made_and_held(self.folder)
+            if self._in_use is None:
+                logger.info("the disk of %s knows no locks: `stageline cache` cannot tell what is in use", self.folder)
             os.utime(self.folder)
             for number, num_bytes in enumerate(about.file_bytes):
                 file = os.open(self.folder / self._name(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -25,13 +25,14 @@ class KeptModel:
     model: as its head called it; empty if it was interrupted before that was known.
     num_bytes: on the disk; holes take none.
     used_s: when a stage opened it last, in seconds since 1970.
+    is_in_use: None where the disk knows no locks, so that nobody can tell.
     """
 
     folder: Path
     model: str
     num_bytes: int
     used_s: float
-    is_in_use: bool
+    is_in_use: bool | None
 
 
 def kept_models(cache: Path) -> list[KeptModel]:
@@ -52,7 +53,8 @@ def _look_at(folder: Path) -> KeptModel | None:
         text = origin.read_text(errors="replace")[:_MOST_SHOWN] if origin.is_file() else ""
         num_bytes = sum(map(_bytes_on_disk, folder.iterdir()))
         model = "".join(letter if letter.isprintable() else "?" for letter in text)
-        return KeptModel(folder, model, num_bytes, folder.stat().st_mtime, not is_free)
+        is_in_use = None if is_free is None else not is_free
+        return KeptModel(folder, model, num_bytes, folder.stat().st_mtime, is_in_use)
     return None
 
 
@@ -64,10 +66,10 @@ def _bytes_on_disk(file: Path) -> int:
 
 
 def to_remove(kept: Sequence[KeptModel], keep_bytes: int) -> list[KeptModel]:
-    """Those to do without, so that no more than `keep_bytes` are kept: unused longest first, none that is in use."""
+    """Those to do without, so that at most `keep_bytes` are kept: unused longest first, none that may be in use."""
     left = sum(one.num_bytes for one in kept)
     chosen = []
-    for one in sorted((one for one in kept if not one.is_in_use), key=lambda one: one.used_s):
+    for one in sorted((one for one in kept if one.is_in_use is False), key=lambda one: one.used_s):
         if left <= keep_bytes:
             break
         chosen.append(one)
@@ -80,20 +82,25 @@ def remove(one: KeptModel) -> bool:
     with suppress(FileNotFoundError), _alone(one.folder) as is_free:
         if is_free:
             shutil.rmtree(one.folder)
-        return is_free
+        return bool(is_free)
     return False
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[bool]:
-    """Yields: whether nobody holds it; nobody comes in meanwhile."""
+def _alone(folder: Path) -> Iterator[bool | None]:
+    """Yields: whether nobody holds it, and nobody comes in meanwhile; None if this disk cannot tell."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        yield True
+        yield _has_locked(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _has_locked(descriptor: int) -> bool | None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
