@@ -9,6 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from stageline.kv.kv_cache_manager import BlockTable, KVCacheManager, WindowBlocks
 from stageline.kv.kv_plan import KVCacheMemory, WindowNeed, plan_kv_cache
+from stageline.kv.kv_size import window_share
+from stageline.scheduler.limits import SchedulerLimits
+from stageline.scheduler.scheduler import Scheduler
+from tests.unit.simulated_stages import engine_request
+from tests.unit.virtual_pipeline import STAGE_COSTS, VirtualPipeline
 
 BLOCK_SIZE = 4
 ALL, WINDOW = "all", "window"
@@ -129,3 +134,48 @@ def test_the_plan_gives_windows_what_their_share_says_and_counts_both_kinds():
 def test_there_are_never_more_blocks_for_windows_than_others_nor_fewer_than_a_request_needs(num_blocks):
     need = WindowNeed(num_tokens=8, bytes_per_token=(1,), share=0.1, least_blocks=5)
     assert min(num_blocks, 5) <= need.blocks_beside(num_blocks) <= num_blocks
+
+
+def test_the_memory_is_divided_for_the_requests_that_are_expected():
+    """Of a window of 512 tokens: whoever says how long requests are gets room for most of them."""
+    assert window_share(512, 16, 4096) == window_share(512, 16, 4096, 2048) == (512 + 32) / 2048
+    assert window_share(512, 16, 4096, 256) == 1.0
+    assert window_share(512, 16, 4096, 10**6) == (512 + 32) / 4096
+
+
+def test_requests_wait_for_blocks_in_windows_as_for_others():
+    """Let in for the other blocks alone, they would be preempted as soon as they grow, and computed again."""
+    window = WindowBlocks(num_blocks=40, num_tokens=64)
+    limits = SchedulerLimits(
+        num_stages=2, window=2, max_num_seqs=64, max_num_batched_tokens=256, max_model_len=400, max_chunk_tokens=None,
+        max_decode_slowdown=2.0,
+    )  # fmt: skip
+    pipeline = VirtualPipeline(Scheduler(KVCacheManager(1000, BLOCK_SIZE, False, window), limits), [STAGE_COSTS] * 2)
+    for number in range(30):
+        pipeline.arrive(engine_request(str(number), [1] * 32, 8))
+    pipeline.run()
+    assert all(record.is_finished for record in pipeline.records.values())
+    assert sum(microbatch.num_tokens for microbatch in pipeline.launched) == 30 * (32 + 8 - 1)
+    assert pipeline.scheduler.num_preemptions == 0
+
+
+def test_what_is_used_most_is_what_counts_as_used():
+    kv = KVCacheManager(100, BLOCK_SIZE, False, WindowBlocks(30, 8))
+    short, long = BlockTable(), BlockTable()
+    kv.extend(short, 15 * BLOCK_SIZE)
+    assert kv.num_used_blocks == 50, "half of the windows' blocks, and 15 of the others"
+    kv.close(short)
+    for num_tokens in range(BLOCK_SIZE, 60 * BLOCK_SIZE + 1, BLOCK_SIZE):
+        kv.extend(long, num_tokens)
+        kv.launched(long, [0] * num_tokens, num_tokens)
+    assert kv.num_used_blocks == 60
+
+
+def test_a_long_request_that_has_its_window_waits_for_no_more_of_it():
+    kv = KVCacheManager(100, BLOCK_SIZE, False, WindowBlocks(8, 8))
+    table = BlockTable()
+    for num_tokens in range(4, 41, 4):
+        kv.extend(table, num_tokens)
+        kv.launched(table, list(range(num_tokens)), num_tokens)
+    assert kv.has_room([(table, 200)], num_spare=1) and not kv.has_room([(table, 400)], num_spare=1)
+    assert kv.has_room([(BlockTable(), 200)], num_spare=2) and not kv.has_room([(BlockTable(), 200)], num_spare=3)

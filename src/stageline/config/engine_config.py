@@ -113,6 +113,11 @@ class EngineConfig:
         group="memory",
         metavar="SIZE[,SIZE...]",
     )
+    expected_request_tokens: int | None = setting(
+        None, "prompt and output of a usual request together; models with sliding windows divide the KV cache between "
+        "layers that keep a window and those that keep everything so that most of such requests fit (default: four "
+        "windows)", group="memory", metavar="TOKENS",
+    )
     enable_prefix_caching: bool = setting(True, "reuse the KV cache of prompts that begin alike", group="memory")
 
     max_num_seqs: int = setting(256, "most requests running at once", group="scheduling", metavar="REQUESTS")
@@ -192,7 +197,7 @@ class EngineConfig:
         at_least("max_num_seqs", self.max_num_seqs, 1)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         # The shortest request is one token of prompt and one of output.
-        for name, lowest in (("max_model_len", 2), ("max_queue", 1)):
+        for name, lowest in (("max_model_len", 2), ("max_queue", 1), ("expected_request_tokens", 2)):
             if (value := getattr(self, name)) is not None:
                 at_least(name, value, lowest)
         window = self.max_microbatches_in_flight

@@ -88,7 +88,7 @@ class LayoutRules:
         return WindowNeed(
             window,
             bytes_per_token,
-            window_share(window, config.block_size, self._max_model_len),
+            window_share(window, config.block_size, self._max_model_len, config.expected_request_tokens),
             least_blocks=-(-tokens // config.block_size) + 2,
         )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from stageline.kv.block_pool import BlockPool
@@ -78,8 +78,32 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         return self._pool.num_free_blocks
 
+    @property
+    def num_used_blocks(self) -> int:
+        """Of `num_blocks`, those that some table has; or as large a part as of the blocks of layers with a window, if
+        that is larger: who waits for blocks waits for either kind."""
+        used = self._pool.num_blocks - self._pool.num_free_blocks
+        if self._window_pool is None:
+            return used
+        in_window = self._window_pool.num_blocks - self._window_pool.num_free_blocks
+        return max(used, -(-in_window * self._pool.num_blocks // self._window_pool.num_blocks))
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def has_room(self, tables: Iterable[tuple[BlockTable, int]], num_spare: int) -> bool:
+        """Whether these tables could grow to so many tokens each, and of each kind of blocks `num_spare` were left.
+
+        Of layers with a window, what a table keeps once it is that long counts; a chunk may need more for a moment.
+        """
+        missing = missing_in_window = num_spare
+        for table, num_tokens in tables:
+            missing += self.blocks_for(num_tokens) - len(table.block_ids)
+            kept = min(self.blocks_for(num_tokens), self.blocks_for(self._window_tokens) + 1)
+            missing_in_window += max(0, kept - len(table.window_block_ids) + table.first_in_window)
+        if missing > self._pool.num_free_blocks:
+            return False
+        return self._window_pool is None or missing_in_window <= self._window_pool.num_free_blocks
 
     def reuse_prefix(self, table: BlockTable, token_ids: Sequence[int]) -> int:
         """Begin an empty table with the cached blocks that hold the beginning of `token_ids`.

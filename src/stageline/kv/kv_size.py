@@ -5,8 +5,9 @@ from __future__ import annotations
 from stageline.checkpoint.model_spec import ModelSpec
 
 _WINDOWS_PER_REQUEST = 4
-"""Requests are expected to be at least so many windows long, or as long as the model allows: so much fewer are the
-blocks of layers with a window. Shorter requests find fewer of these blocks, longer ones leave some unused."""
+"""Unless it is said how long requests are, they are expected to be so many windows long, or as long as the model
+allows: so much fewer are the blocks of layers with a window. Shorter requests find fewer of these blocks, longer ones
+leave some unused."""
 
 
 def kept_window(spec: ModelSpec, max_model_len: int) -> int | None:
@@ -16,9 +17,9 @@ def kept_window(spec: ModelSpec, max_model_len: int) -> int | None:
     return longest if longest < max_model_len and spec.mla is None else None
 
 
-def window_share(window: int, block_size: int, max_model_len: int) -> float:
-    """Blocks of layers with a window, as a fraction of the others."""
-    return min(1.0, (window + 2 * block_size) / min(max_model_len, _WINDOWS_PER_REQUEST * window))
+def window_share(window: int, block_size: int, max_model_len: int, request_tokens: int | None = None) -> float:
+    """Blocks of layers with a window, as a fraction of the others. Args: request_tokens: of a usual request."""
+    return min(1.0, (window + 2 * block_size) / min(max_model_len, request_tokens or _WINDOWS_PER_REQUEST * window))
 
 
 def kv_bytes_by_kind(spec: ModelSpec, layers: range, itemsize_bytes: int, window: int | None) -> tuple[int, int]:

@@ -58,12 +58,8 @@ def has_blocks_for(request: ScheduledRequest, running: RunningRequests, kv: KVCa
     """
     if not running:
         return True
-    reserved = len(running) + sum(_num_missing_blocks(other, kv) for other in running.prefilling)
-    return _num_missing_blocks(request, kv) + reserved <= kv.num_free_blocks
-
-
-def _num_missing_blocks(request: ScheduledRequest, kv: KVCacheManager) -> int:
-    return kv.blocks_for(len(request.token_ids)) - len(request.table.block_ids)
+    asking = (request, *running.prefilling)
+    return kv.has_room(((one.table, len(one.token_ids)) for one in asking), num_spare=len(running))
 
 
 def prompt_work(costs: StageTimeCosts, waiting: WaitingQueue, prefilling: Iterable[ScheduledRequest]) -> PromptWork:

@@ -124,8 +124,8 @@ class Scheduler:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that some request refers to; cached ones that nobody uses are free."""
-        return self._kv.num_blocks - self._kv.num_free_blocks
+        """Blocks that some request refers to, of the kind that is used most; cached ones that nobody uses are free."""
+        return self._kv.num_used_blocks
 
     def traces(self, most: int) -> list[RequestTrace]:
         """Of some requests that are running."""
