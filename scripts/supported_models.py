@@ -43,8 +43,13 @@ than a ten-thousandth of the largest, and the likeliest token is the same.
 TAIL = """
 GGUF files: {gguf}
 (the names under `general.architecture`; llama with experts is Mixtral). Another architecture is refused by name before
-anything starts. A model that is split over several files (`NAME-00001-of-00003.gguf`) is opened by any of them, which
-lie in one folder, or by that folder if it has no other. How one is added: [adding_a_model.md](adding_a_model.md).
+anything starts. A model is opened by its file, of one that is split (`NAME-00001-of-00003.gguf`) by any that lies
+beside the others, by a folder that has no other, or from the hub by `organisation/name:Q4_K_M` or
+`organisation/name/FILE.gguf`. How one is added: [adding_a_model.md](adding_a_model.md).
+
+Their tokenizers: SentencePiece, and byte-level BPE whose `tokenizer.ggml.pre` is one of
+{pre}
+(with another, give the model's own tokenizer.json: `--tokenizer DIRECTORY`).
 """
 
 
@@ -74,6 +79,7 @@ def run_tests() -> dict[str, set[str]]:
 def page(outcomes: dict[str, set[str]]) -> str:
     """A model's row shows what all of its variants have shown."""
     from stageline.checkpoint.gguf_architectures import ARCHITECTURES
+    from stageline.checkpoint.gguf_pre_tokenizers import PRE_TOKENIZERS
 
     sys.path.insert(0, str(ROOT))
     from tests.model.tiny_experts import EXPERT_FAMILIES
@@ -88,7 +94,7 @@ def page(outcomes: dict[str, set[str]]) -> str:
     for (shown_as, name), shown in rows.items():
         marks = [SHOWN if test in shown else NOT_SHOWN for test in COLUMNS.values()]
         lines.append(f"| {shown_as} | {name} | {' | '.join(marks)} |")
-    return HEAD + "\n".join(lines) + "\n" + TAIL.format(gguf=", ".join(ARCHITECTURES))
+    return HEAD + "\n".join(lines) + "\n" + TAIL.format(gguf=", ".join(ARCHITECTURES), pre=", ".join(PRE_TOKENIZERS))
 
 
 def architecture(model_type: str) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from stageline.checkpoint.architectures import READERS
 from stageline.checkpoint.gguf_architectures import ARCHITECTURES
+from stageline.checkpoint.gguf_pre_tokenizers import PRE_TOKENIZERS
 from tests.model.tiny_experts import EXPERT_FAMILIES
 from tests.model.tiny_families import FAMILIES
 
@@ -32,4 +33,6 @@ def test_every_law_was_shown_for_every_model() -> None:
 
 
 def test_gguf_architectures_are_listed() -> None:
-    assert f"GGUF files: {', '.join(ARCHITECTURES)} " in PAGE.read_text().replace("\n", " "), AGAIN
+    text = PAGE.read_text().replace("\n", " ")
+    assert f"GGUF files: {', '.join(ARCHITECTURES)} " in text, AGAIN
+    assert f"`tokenizer.ggml.pre` is one of {', '.join(PRE_TOKENIZERS)} (" in text, AGAIN

@@ -222,6 +222,17 @@ def _stored(checkpoint: Checkpoint) -> dict[str, bytes]:
     return found
 
 
+@pytest.mark.parametrize("beside", [[], ["config.json"], ["mmproj-model-f16.gguf", "Some.imatrix.gguf"]])
+def test_a_folder_with_one_model_is_that_model(tmp_path: Path, beside: list[str]) -> None:
+    whole = write_byte_level_gguf(tmp_path / "m.gguf", chat_template="{{ messages[0].content }}")
+    for name in beside:
+        (tmp_path / name).write_text("{}")
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint == open_checkpoint(str(whole))
+    given = load_tokenizer(checkpoint, tokenizer=str(tmp_path))
+    assert given.serialized() == load_tokenizer(checkpoint).serialized()
+
+
 @pytest.mark.parametrize("named", ["first", "last", "folder"])
 def test_a_model_in_several_files_is_the_same_model(tmp_path: Path, named: str) -> None:
     """The cache of the hub's own client has links for files; what lies beside a link counts, not beside its target."""
@@ -261,11 +272,10 @@ def test_the_first_file_may_have_metadata_alone_and_frequencies_of_rope_lie_in_a
 
 
 def test_a_folder_of_several_models_is_not_guessed_from(tmp_path: Path, whole_file: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        split_gguf(Path(shutil.copy(whole_file, tmp_path / name / f"{name}.gguf")), tmp_path, 20)
+    split_gguf(Path(shutil.copy(whole_file, tmp_path / "b.gguf")), tmp_path, 20)
+    told = rf"has 2 GGUF models: b-00001-of-00002\.gguf \(2 files\), b\.gguf; give one .* as {tmp_path}/b-00001-of"
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"There is a-00001-of-00002\.gguf: give the path of that file"):
+        with pytest.raises(CheckpointError, match=told):
             open_checkpoint(str(tmp_path))
         (tmp_path / "config.json").write_text("{}")
 

@@ -135,8 +135,11 @@ def test_what_cannot_work_is_refused_with_the_numbers(
 
 
 def test_a_directory_without_config_says_what_was_looked_for(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"no config\.json.*model\.safetensors\.index\.json.*model\.gguf"):
+    (tmp_path / "BF16").mkdir()
+    (tmp_path / "BF16" / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        CheckpointError, match=r"no config\.json.*safetensors\.index\.json\. There is BF16/model\.gguf: give the path"
+    ):
         open_checkpoint(str(tmp_path))
 
 

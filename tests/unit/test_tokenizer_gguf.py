@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.checkpoint import open_checkpoint
+from stageline.checkpoint.gguf_pre_tokenizers import PRE_TOKENIZERS
 from stageline.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from stageline.errors import CheckpointError
 from tests.unit.checkpoint_files import add_model_tensors, finish, model_writer
 from tests.unit.tokenizer_files import (
+    KINDS,
     TRICKY_TEXTS,
     byte_level_reference,
     sentencepiece_vocabulary,
@@ -26,7 +28,7 @@ def load(path: Path) -> Tokenizer:
     return load_tokenizer(open_checkpoint(str(path)))
 
 
-@pytest.mark.parametrize("pre", ["smollm", "gpt-2", "llama-bpe", "qwen2", "gpt-4o"])
+@pytest.mark.parametrize("pre", KINDS)
 def test_byte_level_tokenizers_equal_their_originals(tmp_path: Path, pre: str) -> None:
     tokenizer, reference = load(write_byte_level_gguf(tmp_path / "m.gguf", pre)), byte_level_reference(pre)
     assert tokenizer.vocab_size == reference.get_vocab_size()
@@ -39,12 +41,18 @@ def test_byte_level_tokenizers_equal_their_originals(tmp_path: Path, pre: str) -
 
 def test_the_kinds_differ_where_they_should(tmp_path: Path) -> None:
     """Otherwise the test above could not fail."""
-    texts = ["a  1", "12345", "they've"]
-    cuts = set()
-    for pre in ("smollm", "gpt-2", "llama-bpe", "qwen2", "gpt-4o"):
-        tokenizer = load(write_byte_level_gguf(tmp_path / f"{pre}.gguf", pre))
-        cuts.add(tuple(tuple(map(tokenizer.token_text, tokenizer.encode(text, False))) for text in texts))
-    assert len(cuts) == 5
+    texts = ["a  1", "12345", "they've", "don't (x", "a$b\u0561 1", "'they"]
+    cuts = {}
+    for pre in KINDS:
+        cutter = PRE_TOKENIZERS[pre].build()
+        cuts[pre] = tuple(tuple(piece for piece, _ in cutter.pre_tokenize_str(text)) for text in texts)
+    assert len(set(cuts.values())) == len(KINDS), cuts
+
+
+def test_some_kinds_have_several_names() -> None:
+    """DeepSeek's distilled Qwen has Qwen2's tokenizer with other special tokens."""
+    for name, kind in (("llama3", "llama-bpe"), ("llama-v3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2")):
+        assert PRE_TOKENIZERS[name] is PRE_TOKENIZERS[kind]
 
 
 def sentencepiece_by_definition(text: str) -> list[int]:
@@ -126,8 +134,8 @@ def test_runs_of_spaces_that_are_tokens_are_found_before_anything_is_merged(tmp_
 
 
 def test_other_pre_tokenizers_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"'tekken' is not supported.*smollm.*--tokenizer"):
-        load(write_byte_level_gguf(tmp_path / "m.gguf", "tekken"))
+    with pytest.raises(CheckpointError, match=r"'superbpe' is not supported.*smollm.*--tokenizer"):
+        load(write_byte_level_gguf(tmp_path / "m.gguf", "superbpe"))
 
 
 @pytest.mark.parametrize("fault", ["model", "no tokens", "types", "merge", "merge of nothing", "special id", "scores"])

@@ -18,7 +18,10 @@ from stageline.errors import CheckpointError
 
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _BLOCK_TENSOR = re.compile(r"blk\.\d+\.(.+)")
-_MOST_NAMED, _MOST_SUMMED = 3, 12
+_MOST_NAMED, _MOST_SUMMED, _MOST_MODELS = 3, 12, 16
+_ENDING = ".gguf"
+# Projectors of images, and statistics that quantisation used.
+_BESIDE = ("mmproj", "imatrix")
 _NO, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 
 
@@ -34,11 +37,45 @@ def first_part(path: Path) -> Path:
     return first if first.is_file() else path
 
 
-def only_split_model(folder: Path) -> Path | None:
-    """A file of the only model that a folder has; None if that is not split, or there are others or none."""
-    files = sorted(folder.glob("*.gguf"))
-    models = {(match[1], match[3]) if (match := _PART_NAME.fullmatch(file.name)) else None for file in files}
-    return first_part(files[0]) if len(models) == 1 and models != {None} else None
+def files_by_model(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Which GGUF files are one model, by their names; what only goes with a model, such as mmproj files, is left out.
+
+    Args: names: of files, perhaps with folders in front.
+    Returns: each model's names, in order.
+    """
+    models: dict[tuple[str, str], list[str]] = {}
+    for name in sorted(names):
+        is_model = name.endswith(_ENDING) and not any(word in name.rsplit("/", 1)[-1].lower() for word in _BESIDE)
+        if is_model:
+            match = _PART_NAME.fullmatch(name)
+            models.setdefault((name, "1") if match is None else (match[1], match[3]), []).append(name)
+    return tuple(map(tuple, models.values()))
+
+
+def has_all_parts(names: Sequence[str]) -> bool:
+    """Whether a model's files, as `files_by_model` gives them, are as many as their names say."""
+    match = _PART_NAME.fullmatch(names[0])
+    return match is None or len(names) == int(match[3])
+
+
+def only_model(folder: Path) -> Path | None:
+    """The first file of the only GGUF model that a folder has; None if it has none.
+
+    Raises: CheckpointError if there are several, with their names.
+    """
+    models = files_by_model(file.name for file in folder.glob(f"*{_ENDING}"))
+    if len(models) > 1:
+        raise CheckpointError(
+            f"{folder} has {len(models)} GGUF models: {told_models(models)}; give one of them, such as "
+            f"{folder / models[0][0]}"
+        )
+    return first_part(folder / models[0][0]) if models else None
+
+
+def told_models(models: Sequence[Sequence[str]]) -> str:
+    """By a name of each, with how many files it has."""
+    names = [names[0] + (f" ({len(names)} files)" if len(names) > 1 else "") for names in models[:_MOST_MODELS]]
+    return ", ".join(names) + (f" and {len(models) - _MOST_MODELS} more" if len(models) > _MOST_MODELS else "")
 
 
 def read_model(path: Path) -> GgufFile:

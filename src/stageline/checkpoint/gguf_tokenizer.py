@@ -6,71 +6,22 @@ SentencePiece BPE, whose merges follow from the tokens' scores. Built to agree w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from stageline.checkpoint.fields import Fields
 from stageline.checkpoint.gguf_container import read_gguf
+from stageline.checkpoint.gguf_pre_tokenizers import PRE_TOKENIZERS
 from stageline.errors import CheckpointError
 
 # Source: enum llama_token_type in llama.h.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "▁"
 T = TypeVar("T")
-
-_BEFORE_NUMBER = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_AFTER_NUMBER = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3_PATTERN = _BEFORE_NUMBER + r"\p{N}{1,3}" + _AFTER_NUMBER
-_QWEN2_PATTERN = _BEFORE_NUMBER + r"\p{N}" + _AFTER_NUMBER
-# OpenAI's o200k: words are cut where small letters end, and keep what is short for a word behind them.
-_BEFORE_WORD, _SHORT_WORD = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_NOT_SMALL, _NOT_CAPITAL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_O200K_PATTERN = (
-    f"{_BEFORE_WORD}{_NOT_SMALL}*{_NOT_CAPITAL}+{_SHORT_WORD}|{_BEFORE_WORD}{_NOT_SMALL}+{_NOT_CAPITAL}*{_SHORT_WORD}|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-@dataclass(frozen=True)
-class _PreTokenizer:
-    """How text is cut before merging. `ignore_merges`: a piece that is a token is taken whole."""
-
-    build: Callable[[], pre_tokenizers.PreTokenizer]
-    ignore_merges: bool = False
-    is_nfc: bool = False
-    adds_bos: bool = False
-
-
-def _gpt2() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _smollm() -> pre_tokenizers.PreTokenizer:
-    """Digits stand alone before anything else is cut, so a run of spaces before one stays a run."""
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-def _pattern(pattern: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    return lambda: pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-PRE_TOKENIZERS: dict[str, _PreTokenizer] = {
-    "default": _PreTokenizer(_gpt2),
-    "gpt-2": _PreTokenizer(_gpt2),
-    "smollm": _PreTokenizer(_smollm),
-    "llama-bpe": _PreTokenizer(_pattern(_LLAMA3_PATTERN), ignore_merges=True, adds_bos=True),
-    "qwen2": _PreTokenizer(_pattern(_QWEN2_PATTERN), is_nfc=True),
-    "gpt-4o": _PreTokenizer(_pattern(_O200K_PATTERN), ignore_merges=True),
-}
 
 
 @dataclass(frozen=True)

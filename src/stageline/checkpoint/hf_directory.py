@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from stageline.checkpoint.checkpoint import Checkpoint, TensorEntry
 from stageline.checkpoint.encodings import DTYPE_OF_ENCODING
 from stageline.checkpoint.fields import Fields, read_json_object
+from stageline.checkpoint.gguf_parts import files_by_model
 from stageline.checkpoint.hf_config import spec_from_config
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.checkpoint.quantization import read_quantization
@@ -56,8 +57,9 @@ def read_optional_json(path: Path) -> dict[str, object]:
 
 
 def _hint(directory: Path) -> str:
-    gguf_files = sorted(path.name for path in directory.glob("*.gguf"))
-    return f". There is {gguf_files[0]}: give the path of that file itself" if gguf_files else ""
+    files = [*directory.glob("*.gguf"), *directory.glob("*/*.gguf")]
+    models = files_by_model(str(file.relative_to(directory)) for file in files)
+    return f". There is {models[0][0]}: give the path of that file itself" if models else ""
 
 
 def _stored_dtype(tensors: dict[str, TensorEntry]) -> str:

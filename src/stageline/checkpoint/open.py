@@ -8,7 +8,7 @@ from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.encodings import ENCODINGS
 from stageline.checkpoint.gguf_container import is_gguf
 from stageline.checkpoint.gguf_file import open_gguf_file
-from stageline.checkpoint.gguf_parts import only_split_model
+from stageline.checkpoint.gguf_parts import only_model
 from stageline.checkpoint.hf_directory import has_safetensors, open_hf_directory
 from stageline.checkpoint.hub import is_hub_id, resolve_hub_model
 from stageline.checkpoint.stage_tensors import stage_tensor_names
@@ -19,8 +19,8 @@ def open_checkpoint(model: str) -> Checkpoint:
     """Read everything about a model but its weights.
 
     Args:
-        model: a Hugging Face directory, a GGUF file (of a split model any, or their directory if it has no other), or a
-            hub id (`organisation/name`).
+        model: a Hugging Face directory, a GGUF file (of a split model any), a directory with one GGUF model, or a hub
+            id (`organisation/name`, or `organisation/name:Q4_K_M` of GGUF models).
     Raises: CheckpointError, saying what was looked for and what was found.
     """
     checkpoint = _open(model)
@@ -30,9 +30,11 @@ def open_checkpoint(model: str) -> Checkpoint:
 
 def _open(model: str) -> Checkpoint:
     path = Path(model).expanduser()
+    if not path.exists() and is_hub_id(model):
+        path = resolve_hub_model(model)
     if path.is_dir():
-        part = None if has_safetensors(path) else only_split_model(path)
-        return open_hf_directory(path) if part is None else open_gguf_file(part)
+        file = None if has_safetensors(path) else only_model(path)
+        return open_hf_directory(path) if file is None else open_gguf_file(file)
     if path.is_file():
         if not is_gguf(path):
             raise CheckpointError(
@@ -41,10 +43,9 @@ def _open(model: str) -> Checkpoint:
         return open_gguf_file(path)
     if path.exists():
         raise CheckpointError(f"{path} is neither a file nor a directory")
-    if is_hub_id(model):
-        return open_hf_directory(resolve_hub_model(model))
     raise CheckpointError(
-        f"{model!r} does not exist; give a Hugging Face directory, a GGUF file, or a hub id such as organisation/name"
+        f"{model!r} does not exist; give a Hugging Face directory, a GGUF file, or a hub id such as organisation/name "
+        "(of GGUF models organisation/name:Q4_K_M)"
     )
 
 

@@ -14,7 +14,7 @@ from stageline.checkpoint.chat_template import FIELD, ChatTemplate
 from stageline.checkpoint.checkpoint import Checkpoint
 from stageline.checkpoint.decode_stream import REPLACEMENT, DecodeStream
 from stageline.checkpoint.gguf_container import is_gguf
-from stageline.checkpoint.gguf_parts import first_part
+from stageline.checkpoint.gguf_parts import first_part, only_model
 from stageline.checkpoint.gguf_tokenizer import load_gguf_tokenizer
 from stageline.checkpoint.token_pieces import piece_bytes
 from stageline.errors import CheckpointError, ConfigError, RequestError
@@ -24,13 +24,15 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None, chat_te
     """The checkpoint's tokenizer, or another's.
 
     Args:
-        tokenizer: a directory, a tokenizer.json or a GGUF file to take it from instead.
+        tokenizer: a directory, a tokenizer.json or a GGUF file (or its directory) to take it from instead.
         chat_template: a file with a Jinja template, or the template itself, to use instead.
     Raises: CheckpointError, or ConfigError for a chat template file that does not exist.
     """
     origin = Path(tokenizer).expanduser() if tokenizer else Path(checkpoint.path)
     if not origin.exists():
         raise CheckpointError(f"--tokenizer {tokenizer} does not exist; give a directory, tokenizer.json or GGUF file")
+    if tokenizer and origin.is_dir() and not (origin / hf_tokenizer.TOKENIZER).is_file():
+        origin = only_model(origin) or origin
     templates: Mapping[str, str]
     if origin.is_file() and is_gguf(origin):
         loaded = load_gguf_tokenizer(first_part(origin))

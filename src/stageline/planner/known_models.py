@@ -18,7 +18,7 @@ import msgspec
 from stageline.checkpoint.fields import read_json_object
 from stageline.checkpoint.gguf_container import is_gguf
 from stageline.checkpoint.gguf_file import open_gguf_file
-from stageline.checkpoint.gguf_parts import only_split_model
+from stageline.checkpoint.gguf_parts import only_model
 from stageline.checkpoint.hf_config import spec_from_config
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.cost.model_costs import WeightFormat
@@ -73,7 +73,7 @@ def find_model(name: str) -> KnownModel:
     if path.is_dir() and (path / "config.json").is_file():
         return _of_config(name, read_json_object(path / "config.json"), str(path / "config.json"))
     if path.is_dir():
-        path = only_split_model(path) or path
+        path = only_model(path) or path
     if path.is_file():
         if path.suffix == ".json":
             return _of_config(name, read_json_object(path), str(path))
