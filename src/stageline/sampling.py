@@ -18,6 +18,8 @@ MAX_N = 128
 MAX_SEED = 2**63 - 1
 # Divided by less than this, logits leave float32's range; such a temperature is greedy for every purpose.
 GREEDY_BELOW_TEMPERATURE = 1e-5
+# The same for a penalty that logits are divided by. All smaller ones say the same: always what was there before.
+LEAST_REPETITION_PENALTY = 1e-6
 
 
 class UpTo(int):

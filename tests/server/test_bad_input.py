@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -69,6 +70,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 1}, "logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"stop": ["a"] * 1000}, "stop"),
+    ({"stop": "a" * 5000}, "stop"),
     ({"stop": [""]}, "stop"),
     ({"stop": 5}, "stop"),
     ({"stop_token_ids": [10**9]}, "stop_token_ids"),
@@ -77,6 +79,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"1": 1000}}, "logit_bias"),
     ({"logit_bias": {"99999999": 1}}, "logit_bias"),
     ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["a"] * 2000}, "bad_words"),
+    ({"bad_words": ["a" * 20000]}, "bad_words"),
+    ({"cache_salt": "a" * 2000}, "cache_salt"),
     ({"priority": 10**20}, "priority"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"use_beam_search": True}, "use_beam_search"),
@@ -114,6 +119,8 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ["a"] * 100, "n": 100}, "prompt"),
     ({"prompt": [1] * MAX_MODEL_LEN}, "prompt"),
     ({"suffix": "end"}, "suffix"),
+    ({"n": 129}, "n"),
+    ({"n": 10**12}, "n"),
     ({"best_of": 2, "n": 3}, "best_of"),
     ({"best_of": 129}, "best_of"),
     ({"best_of": 2, "stream": True}, "best_of"),
@@ -216,6 +223,19 @@ def test_a_grammar_that_exceeds_its_limits_in_a_stream_ends_it_with_an_error(htt
     assert "text.format.schema exceeded the limits of a grammar" in answer
 
 
+def test_an_impossible_number_of_streamed_answers_takes_no_memory(http: httpx.Client, api_server: Served) -> None:
+    [api] = api_server.pids["api"]
+
+    def peak_kib() -> int:
+        [line] = [line for line in Path(f"/proc/{api}/status").read_text().splitlines() if line.startswith("VmHWM:")]
+        return int(line.split()[1])
+
+    before_kib = peak_kib()
+    body = {"model": MODEL, "messages": MESSAGES, "n": 1_000_000, "stream": True}
+    check_error(http.post("/v1/chat/completions", json=body), 400, "n")
+    assert peak_kib() < before_kib + 100_000
+
+
 def test_a_wrong_choice_is_told_with_the_right_ones(http: httpx.Client) -> None:
     roles = "a role is developer, system, user, assistant or tool"
     for fields, words in (
@@ -313,5 +333,6 @@ def test_paths_and_methods_that_do_not_exist_have_errors_of_the_same_form(http: 
 def test_tokens_that_do_not_exist_have_no_text(http: httpx.Client) -> None:
     check_error(http.post("/detokenize", json={"tokens": [-1]}), 400, "tokens")
     check_error(http.post("/detokenize", json={"tokens": [10**9]}), 400, "tokens")
+    check_error(http.post("/detokenize", content=b'{"tokens":[' + b"1," * 600_000 + b"1]}"), 400, "tokens")
     check_error(http.post("/tokenize", json={}), 400, "prompt")
     check_error(http.post("/tokenize", json={"prompt": "a", "messages": MESSAGES}), 400, "messages")

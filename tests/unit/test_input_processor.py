@@ -10,6 +10,7 @@ import pytest
 from stageline.checkpoint.generation_defaults import GenerationDefaults
 from stageline.checkpoint.model_spec import ModelSpec, RopeSpec
 from stageline.engine.input_processor import InputProcessor
+from stageline.engine.request_check import check_engine_request
 from stageline.errors import RequestError
 from stageline.sampling import MAX_SEED, SamplerSpec, SamplingParams, UpTo
 from tests.unit.byte_tokenizer import EOS_TOKEN_ID, STOP_TOKEN_ID, VOCAB_SIZE, byte_tokenizer
@@ -105,10 +106,11 @@ def test_more_output_than_fits_is_refused_with_the_numbers_if_it_was_asked_for(
 def test_several_completions_have_names_and_seeds_of_their_own() -> None:
     requests = _processor().process("R", "hi", SamplingParams(n=3, seed=MAX_SEED, prompt_logprobs=1), 0.0)
     assert [request.request_id for request in requests] == ["R-0", "R-1", "R-2"]
-    assert [request.sampler.seed for request in requests] == [MAX_SEED, MAX_SEED + 1, MAX_SEED + 2]
+    assert [request.sampler.seed for request in requests] == [MAX_SEED, -MAX_SEED - 1, -MAX_SEED]
     assert [request.sampler.num_prompt_logprobs for request in requests] == [1, -1, -1]
     for request in requests:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=type(request)) == request
+        check_engine_request(request, VOCAB_SIZE)
 
 
 def test_drawn_seeds_repeat_with_the_engine_s_seed_and_differ_between_requests() -> None:
@@ -183,6 +185,11 @@ def test_every_wish_reaches_the_sampler() -> None:
         forbidden_before_min_tokens=(EOS_TOKEN_ID,),
         allowed_token_ids=(7, 9),
     )
+
+
+def test_dividing_by_the_smallest_penalty_keeps_logits_within_float32() -> None:
+    smallest = _sampler(SamplingParams(repetition_penalty=5e-324)).repetition_penalty
+    assert smallest > 0 and 1e6 / smallest < 3e38
 
 
 class _WordTokenizer:

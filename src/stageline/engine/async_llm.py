@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 _LONGEST_INLINE_PROMPT = 1000
 """Characters, or token ids, whose checking and encoding takes less time than handing them to a thread."""
 
+_MOST_INLINE_ENTRIES = 100
+"""The same for what parameters list: each bad word is turned into tokens twice."""
+
 _GOODBYE_S = 5.0
 
 _OVERTIME_S = 1.0
@@ -383,4 +386,6 @@ class AsyncLLM:
 def _is_quick(prompt: Prompt, params: SamplingParams) -> bool:
     """Whether preparing it takes less time than a thread's turn. A grammar has to be compiled."""
     is_short = not isinstance(prompt, str | list | tuple) or len(prompt) <= _LONGEST_INLINE_PROMPT
-    return is_short and params.structured_outputs is None
+    lists = (params.bad_words, params.logit_bias, params.allowed_token_ids, params.stop_token_ids)
+    is_plain = all(entries is None or len(entries) <= _MOST_INLINE_ENTRIES for entries in lists)
+    return is_short and is_plain and params.structured_outputs is None

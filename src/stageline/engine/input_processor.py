@@ -17,7 +17,15 @@ from stageline.errors import RequestError
 from stageline.grammar.compiler import GrammarCompiler
 from stageline.grammar.definition import define
 from stageline.request import EngineRequest, GrammarSpec
-from stageline.sampling import GREEDY_BELOW_TEMPERATURE, SamplerSpec, SamplingParams, StructuredOutputs, UpTo
+from stageline.sampling import (
+    GREEDY_BELOW_TEMPERATURE,
+    LEAST_REPETITION_PENALTY,
+    MAX_SEED,
+    SamplerSpec,
+    SamplingParams,
+    StructuredOutputs,
+    UpTo,
+)
 
 MAX_PRIORITY = 2**31
 
@@ -196,7 +204,7 @@ class InputProcessor:
             top_k=min(max(params.top_k, 0), self._spec.vocab_size),
             top_p=params.top_p,
             min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
+            repetition_penalty=max(params.repetition_penalty, LEAST_REPETITION_PENALTY),
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             logit_bias=tuple((params.logit_bias or {}).items()),
@@ -223,5 +231,7 @@ class InputProcessor:
 def _for_completion(sampler: SamplerSpec, index: int, drawn_seed: int | None) -> SamplerSpec:
     """The sampler of one of a request's completions; only the first describes the prompt they share."""
     seed = sampler.seed + index if drawn_seed is None else drawn_seed
+    if seed > MAX_SEED:
+        seed -= 2 * (MAX_SEED + 1)  # the one after the highest is the lowest
     num_prompt_logprobs = sampler.num_prompt_logprobs if index == 0 else -1
     return msgspec.structs.replace(sampler, seed=seed, num_prompt_logprobs=num_prompt_logprobs)

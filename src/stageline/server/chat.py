@@ -84,9 +84,10 @@ async def complete_chat(state: ServerState, plan: ChatPlan, count: TokenCount) -
 
 async def chat_events(state: ServerState, plan: ChatPlan, count: TokenCount) -> AsyncGenerator[bytes, None]:
     """The answer as pieces of a stream. Raises, before the first or later, as `complete_chat` does."""
-    stream = ChatStream(state, plan, count)
     opening = opened(state, plan.head.id, [plan.prompt_token_ids], plan.params, plan.request, OutputKind.DELTA)
     async with opening as [outputs]:
+        # Not before the engine has taken the request: until then, n may be any number.
+        stream = ChatStream(state, plan, count)
         async for output in outputs:
             check_in_time(state, output)
             count.add(output)

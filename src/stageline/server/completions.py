@@ -79,11 +79,11 @@ async def completion_events(
     state: ServerState, plan: CompletionPlan, count: TokenCount
 ) -> AsyncGenerator[bytes, None]:
     """The answer as pieces of a stream. Raises, before the first or later, as `complete` does."""
-    stream = CompletionStream(state, plan, count)
     prompts = [prompt.token_ids for prompt in plan.prompts]
     opening = opened(state, plan.head.id, prompts, plan.params, plan.request, OutputKind.DELTA)
     num_unfinished = len(prompts)
     async with opening as streams:
+        stream = CompletionStream(state, plan, count)
         async for place, output in interleaved(streams):
             check_in_time(state, output)
             count.add(output, place)
@@ -102,7 +102,8 @@ async def plan_completion(state: ServerState, request: CompletionRequest) -> Com
         raise bad_request("suffix is not supported: the model continues texts, it does not fill gaps", "suffix")
     params = _params(state, request)
     prompts = parse_prompts(request.prompt)
-    if len(prompts) * params.n > MAX_COMPLETIONS:
+    # More than MAX_N is the fault of n alone, and refused as such with all that is wrong with parameters.
+    if params.n <= MAX_N and len(prompts) * params.n > MAX_COMPLETIONS:
         asked = f"{len(prompts)} prompts with {params.n} choices each are {len(prompts) * params.n} completions"
         raise bad_request(f"{asked}; ask for at most {MAX_COMPLETIONS} with one request", "prompt")
     planned = []
@@ -112,7 +113,9 @@ async def plan_completion(state: ServerState, request: CompletionRequest) -> Com
             token_ids = await encode_text(state, prompt, request.add_special_tokens is not False, field)
             planned.append(PlannedPrompt(token_ids, prompt if request.echo else ""))
         else:
-            text = await decode_tokens(state, prompt, field) if request.echo else ""
+            # One that does not fit is refused by the engine: its text would be made for nobody.
+            is_shown = bool(request.echo) and len(prompt) < state.llm.max_model_len
+            text = await decode_tokens(state, prompt, field) if is_shown else ""
             planned.append(PlannedPrompt(prompt, text))
     return CompletionPlan(request, head, planned, params)
 
@@ -123,11 +126,11 @@ def _params(state: ServerState, request: CompletionRequest) -> SamplingParams:
     params = sampling_params(request, state.llm.default_sampling_params(), max_tokens or 1, request.logprobs)
     if request.echo and request.logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=max(request.logprobs, request.prompt_logprobs or 0))
-    best_of = params.n if request.best_of is None else request.best_of
+    best_of = request.best_of
+    if best_of is None or best_of == params.n:
+        return params
     if not params.n <= best_of <= MAX_N:
         raise bad_request(f"best_of is {best_of}; it must be between n, which is {params.n}, and {MAX_N}", "best_of")
-    if best_of == params.n:
-        return params
     if request.is_streamed:
         raise bad_request("best_of above n cannot be streamed: which are the best is known at the end", "best_of")
     params.validate(state.llm.spec.vocab_size)

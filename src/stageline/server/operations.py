@@ -29,7 +29,7 @@ class Operation:
         other_answer: what it may be instead, if the request can ask for that.
         query: its parameters after the question mark.
         request_rule: what a request must keep beside its struct's types, as JSON schema.
-    event: what an event of a stream holds, if the request can ask for one.
+        event: what an event of a stream holds, if the request can ask for one.
         errors: statuses besides those that every request may get.
         is_open: asked without a key.
         example: a request's body; the model's name is added.

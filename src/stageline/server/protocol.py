@@ -12,11 +12,17 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-# What a client may ask for with one request; more is refused with a message that names the number.
+# What a client may ask for with one request; more is refused with a message that names the number. Characters are
+# those of all strings together: each of n completions looks for them on its own.
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 16384
+MAX_CACHE_SALT_CHARS = 1024
 MAX_PROMPTS = 128
 MAX_COMPLETIONS = 1024
 MAX_MESSAGES = 4096
+MAX_DETOKENIZED = 2**19  # two bytes of a request can be more than a hundred of the text
 
 MODEL_HELP = "one of the names that /v1/models lists"
 
@@ -130,7 +136,7 @@ class TokenizeResponse(msgspec.Struct, kw_only=True, frozen=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True, frozen=True):
     """Token ids to be turned into text, special tokens included."""
 
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Meta(extra_json_schema={"maxItems": MAX_DETOKENIZED})]
     model: Annotated[str | None, Meta(description=MODEL_HELP)] = None
 
 

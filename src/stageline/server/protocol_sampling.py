@@ -13,7 +13,18 @@ from msgspec import Meta
 
 from stageline.sampling import MAX_LOGPROBS, MAX_N, MAX_SEED, SamplingParams, StructuredOutputs
 from stageline.server.errors import bad_request
-from stageline.server.protocol import MAX_STOP_STRINGS, MODEL_HELP, StreamOptions, TokenId, at_least, between
+from stageline.server.protocol import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_CACHE_SALT_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MODEL_HELP,
+    StreamOptions,
+    TokenId,
+    at_least,
+    between,
+)
 
 MAX_PRIORITY = 2**31
 NonEmpty = Annotated[str, Meta(extra_json_schema={"minLength": 1})]
@@ -79,11 +90,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     allowed_token_ids: Annotated[list[TokenId] | None, Meta(extra_json_schema={"minItems": 1})] = None
-    bad_words: list[NonEmpty] | None = None
+    bad_words: Annotated[list[NonEmpty] | None, Meta(extra_json_schema={"maxItems": MAX_BAD_WORDS})] = None
     prompt_logprobs: Annotated[int | None, between(0, MAX_LOGPROBS)] = None
     return_token_ids: bool | None = None
     priority: Annotated[int | None, between(-MAX_PRIORITY, MAX_PRIORITY)] = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str | None, Meta(extra_json_schema={"maxLength": MAX_CACHE_SALT_CHARS})] = None
     use_beam_search: bool | None = None
     truncate_prompt_tokens: int | None = None
 
@@ -133,8 +144,10 @@ def sampling_params(
         raise bad_request("truncate_prompt_tokens is not supported; send a shorter prompt", "truncate_prompt_tokens")
     if request.priority is not None and abs(request.priority) > MAX_PRIORITY:
         raise bad_request(f"priority is {request.priority}; keep within ±{MAX_PRIORITY}", "priority")
-    if isinstance(request.stop, list) and len(request.stop) > MAX_STOP_STRINGS:
-        raise bad_request(f"stop has {len(request.stop)} strings; give at most {MAX_STOP_STRINGS}", "stop")
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop
+    _check_strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
+    _check_strings("bad_words", request.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+    _check_strings("cache_salt", [request.cache_salt or ""], 1, MAX_CACHE_SALT_CHARS)
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     return msgspec.structs.replace(
         defaults,
@@ -144,6 +157,17 @@ def sampling_params(
         logit_bias=_logit_bias(request.logit_bias),
         structured_outputs=structured_outputs_of(request),
     )
+
+
+def _check_strings(field: str, strings: list[str] | None, most: int, most_chars: int) -> None:
+    """Raises: ApiError if there are too many, or too many characters in all of them together."""
+    if strings is None:
+        return
+    if len(strings) > most:
+        raise bad_request(f"{field} has {len(strings)} strings; give at most {most}", field)
+    num_chars = sum(map(len, strings))
+    if num_chars > most_chars:
+        raise bad_request(f"{field} has {num_chars} characters; give at most {most_chars}", field)
 
 
 def _logit_bias(by_text: dict[str, float] | None) -> dict[int, float] | None:

@@ -12,7 +12,14 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from stageline.sampling import MAX_LOGPROBS, MAX_SEED
-from stageline.server.protocol import MAX_MESSAGES, MODEL_HELP, at_least, between, output_tokens
+from stageline.server.protocol import (
+    MAX_CACHE_SALT_CHARS,
+    MAX_MESSAGES,
+    MODEL_HELP,
+    at_least,
+    between,
+    output_tokens,
+)
 from stageline.server.protocol_chat import TokenLogprob
 from stageline.server.protocol_sampling import MAX_PRIORITY
 
@@ -210,7 +217,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     seed: Annotated[int | None, between(-MAX_SEED - 1, MAX_SEED)] = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: Annotated[int | None, between(-MAX_PRIORITY, MAX_PRIORITY)] = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str | None, Meta(extra_json_schema={"maxLength": MAX_CACHE_SALT_CHARS})] = None
 
     @property
     def is_streamed(self) -> bool:

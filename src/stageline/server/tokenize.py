@@ -12,7 +12,7 @@ from stageline.server.errors import JSON, bad_request
 from stageline.server.limits import decode_body
 from stageline.server.operations import Operation
 from stageline.server.prompts import decode_tokens, encode_text, render_chat
-from stageline.server.protocol import DetokenizeRequest, DetokenizeResponse, TokenizeResponse
+from stageline.server.protocol import MAX_DETOKENIZED, DetokenizeRequest, DetokenizeResponse, TokenizeResponse
 from stageline.server.protocol_chat import TokenizeRequest
 from stageline.server.routing import endpoint
 from stageline.server.state import ServerState
@@ -86,5 +86,7 @@ async def _text(state: ServerState, request: TokenizeRequest) -> str:
 async def detokenize(state: ServerState, http: Request) -> Response:
     request = await decode_body(http, _detokenize_decoder, state.config.max_body_bytes)
     state.check_model(request.model or None)
+    if len(request.tokens) > MAX_DETOKENIZED:
+        raise bad_request(f"tokens holds {len(request.tokens)} tokens; give at most {MAX_DETOKENIZED}", "tokens")
     text = await decode_tokens(state, request.tokens, "tokens")
     return Response(msgspec.json.encode(DetokenizeResponse(prompt=text)), media_type=JSON)
