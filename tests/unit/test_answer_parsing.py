@@ -63,6 +63,8 @@ def parse(
 
 
 ONE = ("f", '{"a": 1}')
+HALF = ("f", '{"a": "\\ud800"}')
+"""Half of a surrogate pair, which no UTF-8 can hold, is written as an escape."""
 CASES: list[tuple[str, str, str, list[Call]]] = [
     ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", [ONE]),
     ("hermes", 'Sure.\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n', "Sure.", [ONE]),
@@ -87,6 +89,7 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
         [ONE],
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\ny"}}</tool_call>', "", [("f", '{"a": "x\\ny"}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>', "", [HALF]),
     ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [ONE]),
     ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "", [ONE]),
     ("llama3_json", '{"type": "function", "name": "f", "parameters": {"a": 1}}; {"name": "g"}', "", [ONE, ("g", "{}")]),
@@ -100,6 +103,7 @@ CASES: list[tuple[str, str, str, list[Call]]] = [
     ]),
     ("pythonic", "<|python_start|>[f(a=1)]<|python_end|>", "", [ONE]),
     ("pythonic", "[g()]\nDone.", "\nDone.", [("g", "{}")]),
+    ("pythonic", "[f(a='\\ud800')]", "", [HALF]),
 ]  # fmt: skip
 
 
@@ -118,6 +122,8 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"name": "f", "arguments": "no object"}</tool_call>'),
     ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "argum'),
+    ("hermes", '<tool_call>{"name": ' + "1" * 5000 + ', "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "' + "[" * 5000 + "]" * 5000 + '"}</tool_call>'),
     ("hermes", "a <tool_call"),
     ("hermes", "  \n a <b> \n"),
     ("llama3_json", '{"answer": 42}'),

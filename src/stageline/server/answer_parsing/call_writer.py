@@ -45,9 +45,10 @@ class CallWriter:
         self._write(ToolCallDelta(index=self.num_calls - 1, id=self._new_id(), name=name))
 
     def arguments(self, text: str) -> None:
-        """More of the call that was begun last."""
+        """More of the call that was begun last. Half a surrogate pair becomes an escape of JSON: UTF-8 has none."""
         if text:
-            self._write(ToolCallDelta(index=self.num_calls - 1, arguments=text))
+            sent = text.encode("utf-8", "backslashreplace").decode()
+            self._write(ToolCallDelta(index=self.num_calls - 1, arguments=sent))
 
     def take(self) -> list[AnswerDelta]:
         """What was written since the last time."""

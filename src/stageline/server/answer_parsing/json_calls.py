@@ -160,9 +160,9 @@ class CallObjectReader:
         if self._key in _ARGUMENTS:
             self._arguments = self._text
         elif self._key in ("name", "function"):
-            name = json.loads(self._text)
-            self.is_broken = not self._writer.knows(name)
-            self._name = name
+            # Only a text can be one: Python refuses to read numbers of thousands of digits.
+            self._name = json.loads(self._text) if self._text.startswith('"') else None
+            self.is_broken = not self._writer.knows(self._name)
         if self._name is not None and self._arguments is not None and not self.is_broken:
             self._write_held_arguments()
 
@@ -174,7 +174,7 @@ class CallObjectReader:
             if isinstance(value, str):
                 arguments = value
                 value = json.loads(value or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
         if value is None and arguments.strip() == "null":
             arguments, value = "{}", {}

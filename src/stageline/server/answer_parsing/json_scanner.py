@@ -55,11 +55,6 @@ class JsonScanner:
                 place += 1
         return place, "".join(taken)
 
-    def end(self) -> None:
-        """The text is over: a number by itself is done then."""
-        if self._where is _Where.SCALAR:
-            self._end_scalar()
-
     def _take(self, char: str) -> str | None:
         """The character as JSON; None if it was not taken."""
         where = self._where
