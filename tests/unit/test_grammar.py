@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,20 @@ def test_a_mask_is_as_long_as_the_models_vocabulary_whatever_the_tokenizers(voca
     matcher, _ = compiler.new_matcher(define(StructuredOutputs(regex="[ab][ab]")))
     matcher.advance(TOKENIZER.encode("a")[0])
     assert len(matcher.mask() or b"") == mask_bytes(vocab_size)
+
+
+@pytest.mark.parametrize("keyword", ["$ref", "allOf", "items"])
+def test_references_may_lead_as_deep_as_a_schema_is_long(compiler: GrammarCompiler, keyword: str) -> None:
+    """The library follows them by recursion; without room for that, the process ends."""
+
+    def part(place: int) -> dict[str, Any]:
+        next_one = {"$ref": f"#/{place + 1}"}
+        return next_one if keyword == "$ref" else {keyword: [next_one] if keyword == "allOf" else next_one}
+
+    schema = {"$ref": "#/0", **{str(place): part(place) for place in range(2700)}, "2700": {"type": "integer"}}
+    assert MAX_GRAMMAR_BYTES / 2 < len(json.dumps(schema)) <= MAX_GRAMMAR_BYTES
+    with suppress(RequestError):  # too many levels, perhaps
+        compiler.check(define(StructuredOutputs(json=schema)))
 
 
 def test_completions_of_one_grammar_do_not_touch_each_other(compiler: GrammarCompiler) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from stageline.errors import RequestError
+from stageline.grammar.deep_stack import on_a_deep_stack
 from stageline.grammar.definition import shortened
 from stageline.grammar.mask_pool import WAY_OUT
 from stageline.grammar.step import Step
@@ -111,7 +112,7 @@ class GrammarCompiler:
                 return compiled
             tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer()
         # Not under the lock: a grammar that takes long must not keep others waiting.
-        compiled = _compile(spec, tokenizer, mask_bytes(self._vocab_size))
+        compiled = on_a_deep_stack(lambda: _compile(spec, tokenizer, mask_bytes(self._vocab_size)))
         with self._lock:
             self._compiled[spec.definition] = compiled
             while len(self._compiled) > _MAX_COMPILED:
