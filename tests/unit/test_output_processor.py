@@ -368,6 +368,17 @@ def test_a_delta_has_only_the_completions_that_there_is_news_of() -> None:
     assert second.outputs[1].finish_reason == "length"
 
 
+def test_a_completion_that_is_ahead_of_the_prompts_description_waits_for_it() -> None:
+    processor = _started(SamplingParams(n=2, prompt_logprobs=0), kind=OutputKind.DELTA)
+    runs = [TokenLogprobs([token_id], [-0.5], 1) for token_id in PROMPT_TOKEN_IDS[1:]]
+    assert processor.process([_update([1], request_id="R-1")]).outputs == []
+    assert processor.process([_update([], request_id="R-0", prompt_logprobs=runs[:2])]).outputs == []
+    assert processor.process([_update([2], request_id="R-1")]).outputs == []
+    (output,) = processor.process([_update([3], request_id="R-0", prompt_logprobs=runs[2:])]).outputs
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(PROMPT_TOKEN_IDS)
+    assert [completion.token_ids for completion in output.outputs] == [[3], [1, 2]]
+
+
 def test_prompt_logprobs_of_deltas_follow_one_another() -> None:
     processor = _started(SamplingParams(prompt_logprobs=0), kind=OutputKind.DELTA)
     runs = [TokenLogprobs([token_id], [-0.5], 1) for token_id in PROMPT_TOKEN_IDS[1:]]

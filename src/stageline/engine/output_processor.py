@@ -187,6 +187,7 @@ class _UserRequest:
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = [None] if has_prompt_logprobs else None
+        self._num_described = 1
 
     @property
     def is_finished(self) -> bool:
@@ -194,11 +195,20 @@ class _UserRequest:
 
     @property
     def has_something_to_tell(self) -> bool:
-        return self._kind is not OutputKind.FINAL_ONLY or self.is_finished
+        """Nothing of several completions before the whole prompt is described, if it is to be: only the first one
+        describes it, and others, which may find it in the KV cache, can be far ahead of that one.
+        """
+        return self.is_finished or (self._kind is not OutputKind.FINAL_ONLY and self._is_described)
+
+    @property
+    def _is_described(self) -> bool:
+        is_alone = self._prompt_logprobs is None or len(self.completions) == 1
+        return is_alone or self._num_described >= len(self._prompt_token_ids)
 
     def add_prompt_logprobs(self, positions: Sequence[TokenLogprobs], tokenizer: Tokenizer) -> None:
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += [_logprobs_by_id(position, tokenizer) for position in positions]
+            self._num_described += len(positions)
 
     def output(self) -> RequestOutput:
         is_delta = self._kind is OutputKind.DELTA
