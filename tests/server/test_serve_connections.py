@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
+import trustme
 
 from stageline.server import listener
 from stageline.server.http_protocol import BoundedProtocol, ConnectionLimits, make_uvicorn_config
@@ -66,21 +69,21 @@ class App:
 
 
 class Serving:
-    def __init__(self, limits: ConnectionLimits, max_connections: int) -> None:
+    def __init__(self, limits: ConnectionLimits, max_connections: int, tls: ssl.SSLContext | None = None) -> None:
         self.app = App()
         listening = socket.create_server(("127.0.0.1", 0))
         self.address = listening.getsockname()
         config = make_uvicorn_config(self.app, keep_alive_timeout_s=DEADLINE_S, root_path="")
         self.listener = Listener(
-            listening, None, max_connections, lambda shared, lost: BoundedProtocol(config, shared, limits, lost)
+            listening, tls, max_connections, lambda shared, lost: BoundedProtocol(config, shared, limits, lost)
         )
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(*self.address)
 
-    async def ask(self, request: bytes) -> bytes:
+    async def ask(self, request: bytes, tls: ssl.SSLContext | None = None) -> bytes:
         """Send, and read until the server closes."""
-        reader, writer = await self.connect()
+        reader, writer = await asyncio.open_connection(*self.address, ssl=tls)
         writer.write(request)
         answer = await reader.read()
         writer.close()
@@ -88,9 +91,11 @@ class Serving:
 
 
 @contextlib.asynccontextmanager
-async def serving(max_connections: int = 100, **limits: float) -> AsyncIterator[Serving]:
+async def serving(
+    max_connections: int = 100, tls: ssl.SSLContext | None = None, **limits: float
+) -> AsyncIterator[Serving]:
     asked = {**{name: getattr(LIMITS, name) for name in LIMITS.__dataclass_fields__}, **limits}
-    server = Serving(ConnectionLimits(**asked), max_connections)
+    server = Serving(ConnectionLimits(**asked), max_connections, tls)
     try:
         yield server
     finally:
@@ -383,5 +388,66 @@ def test_half_requests_give_way_when_all_places_are_taken_and_answers_do_not(mon
             assert b"503" in await halves[0][0].readline()
             for _, half in [*halves, (reader, writer)]:
                 half.close()
+
+    run(test)
+
+
+def test_answered_connections_give_way_when_all_places_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_FRESH_S", 0.05)
+
+    async def test() -> None:
+        async with serving(max_connections=2) as server:
+            answered = [await server.connect() for _ in range(2)]
+            for reader, writer in answered:
+                writer.write(post(b"hello"))
+                await reader.readuntil(b"hello\r\n0\r\n\r\n")
+            async with asyncio.timeout(DEADLINE_S / 2):  # sooner than as idle connections of any server
+                assert b"through" in await server.ask(post(b"through", headers=b"connection: close\r\n"))
+            assert await answered[0][0].read() == b"", "the oldest was closed without a word"
+            for _, writer in answered:
+                writer.close()
+
+    run(test)
+
+
+def test_handshakes_that_stand_still_give_way_when_all_places_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_FRESH_S", 0.05)
+    authority = trustme.CA()
+    tls, trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    authority.issue_cert("127.0.0.1").configure_cert(tls)
+    authority.configure_trust(trusting)
+
+    async def test() -> None:
+        async with serving(max_connections=4, tls=tls) as server:
+            silent = [await server.connect() for _ in range(20)]
+            async with asyncio.timeout(DEADLINE_S):
+                answer = await server.ask(post(b"through", headers=b"connection: close\r\n"), trusting)
+            assert b"through" in answer
+            for _, writer in silent:
+                writer.close()
+
+    run(test)
+
+
+def test_a_process_that_is_out_of_files_tries_again_without_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "_FRESH_S", SHORT_S)
+    num_failures = 0
+
+    class Exhausted(socket.socket):
+        def accept(self) -> Any:
+            nonlocal num_failures
+            if num_failures < 2:
+                num_failures += 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    async def test() -> None:
+        async with serving() as server:
+            plain = server.listener._listening
+            server.listener._listening = Exhausted(fileno=plain.detach())
+            server.listener._listening.setblocking(False)
+            begin_s = asyncio.get_running_loop().time()
+            assert b"hello" in await server.ask(post(b"hello", headers=b"connection: close\r\n"))
+            assert asyncio.get_running_loop().time() - begin_s >= 2 * SHORT_S
 
     run(test)

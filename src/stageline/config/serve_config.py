@@ -98,7 +98,7 @@ class ServeConfig:
         64 * 2**10, "longest request line and headers of a request, together", group="limits", metavar="BYTES"
     )
     max_connections: int = setting(
-        4096, "most connections of one API process; further ones wait until one is closed", group="limits",
+        4096, "most connections of one API process; those without a request give way to further ones", group="limits",
         metavar="CONNECTIONS",
     )
 

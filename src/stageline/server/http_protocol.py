@@ -133,7 +133,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().shutdown()
 
     def give_way(self, patience_s: float) -> bool:
-        """Close if for so long no whole request came; for when there are too many connections. Returns: whether."""
+        """Close if for so long no whole request came, after the last answer if there was one; for when there are too
+        many connections. Returns: whether.
+        """
         if self.transport is None or self.transport.is_closing() or not self._waits_for_client():
             return False
         if self.loop.time() - self.waits_since_s < patience_s:
@@ -141,7 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.scheme == "https":
             self.transport.abort()  # its close would wait for the client
             return True
-        if self._refusal is None:
+        if self._refusal is None and not self._is_idle:
             error = ApiError(503, "too many connections; send requests at once, or later", headers={"Retry-After": "1"})
             self.transport.write(_whole_answer(error, self.server_state.default_headers))
         self.transport.close()
@@ -149,11 +151,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _waits_for_client(self) -> bool:
         """Whether nothing is owed: no whole request is here that has no whole answer."""
-        if self._linger_timer is not None or self.cycle is None:
+        if self._linger_timer is not None or self.cycle is None or self.cycle.response_complete:
             return True
-        if self.cycle.response_complete:
-            return self._is_reading
         return self.cycle.more_body and not self.cycle.response_started and not self.pipeline
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether it was answered, and asks nothing further yet."""
+        return self.cycle is not None and self.cycle.response_complete and not self._is_reading
 
     @property
     def is_answering(self) -> bool:
@@ -223,6 +228,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_reading = False
         if self._read_timer is not None:
             self._read_timer.cancel()
+
+    def on_response_complete(self) -> None:
+        self.waits_since_s = self.loop.time()
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Called for whatever the parser or a callback refused."""

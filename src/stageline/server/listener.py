@@ -2,7 +2,8 @@
 
 One idea: one connection per turn. A process that would take all that wait, as asyncio's own server does, would leave
 none to its idle neighbours; and one that has as many as it can hold takes no more: the rest wait in the system's queue,
-unless some of its own have sent no whole request for a while. Those give way, the oldest first.
+unless some of its own have sent no whole request for a while, be it their first or a further one. Those give way, the
+oldest first.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _LAST_WORDS_S = 0.7
 """How long a broken off answer's error may take to leave, and what answers after that."""
 
 _FRESH_S = 1.0
-"""How long a connection may take for its request when others wait for its place."""
+"""How long a connection may take for its request when others wait for its place; then accepting is tried again."""
 
 _GIVING_WAY_AT_ONCE = 64
 """Looking for the oldest takes time: one share of all connections in this many is closed at a time."""
@@ -59,7 +60,8 @@ class Listener:
         self._is_draining = False
         self._all_closed = asyncio.Event()
         self._is_enough = asyncio.Event()
-        self._handshakes: set[asyncio.Task[None]] = set()
+        # With the time when each began, the oldest first.
+        self._handshakes: dict[asyncio.Task[None], float] = {}
         listening.setblocking(False)
         self._start_accepting()
 
@@ -109,35 +111,44 @@ class Listener:
             self._is_accepting = False
             self._loop.remove_reader(self._listening)
 
+    def _rest_from_accepting(self) -> None:
+        """Until a connection closes, or for a while."""
+        self._stop_accepting()
+        self._loop.call_later(_FRESH_S, self._start_accepting)
+
     def _accept(self) -> None:
         if self._num_open >= self._max_connections:
             if not self._make_room():
-                self._stop_accepting()
-                self._loop.call_later(_FRESH_S, self._start_accepting)
+                self._rest_from_accepting()
             return
         try:
             connection, _ = self._listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return  # another process was quicker, or the client has left again
         except OSError as error:
-            # Out of files or memory: go on when a connection closes, or there would be no end to trying.
+            # Out of files or memory: trying again at once would have no end.
             logger.error("no connection can be accepted: %s", error.strerror or error)
-            if self._num_open:
-                self._stop_accepting()
+            self._rest_from_accepting()
             return
         connection.setblocking(False)
         # Finds out, in the long run, that a silent client's machine is gone.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._num_open += 1
         handshake = self._loop.create_task(self._connect(connection))
-        self._handshakes.add(handshake)
-        handshake.add_done_callback(self._handshakes.discard)
+        self._handshakes[handshake] = self._loop.time()
+        handshake.add_done_callback(self._handshakes.pop)
 
     def _make_room(self) -> bool:
-        oldest_first = sorted(self._connections(), key=lambda one: one.waits_since_s)
         most = max(1, self._max_connections // _GIVING_WAY_AT_ONCE)
+        oldest_first = sorted(self._connections(), key=lambda one: one.waits_since_s)
         giving_way = (connection for connection in oldest_first if connection.give_way(_FRESH_S))
-        return sum(1 for _ in itertools.islice(giving_way, most)) > 0
+        num_given = sum(1 for _ in itertools.islice(giving_way, most))
+        # Who does not go on with a handshake of TLS is no connection yet.
+        stale_s = self._loop.time() - _FRESH_S
+        stale = [handshake for handshake, began_s in self._handshakes.items() if began_s <= stale_s]
+        for handshake in stale[: most - num_given]:
+            handshake.cancel()
+        return num_given > 0 or bool(stale)
 
     async def _connect(self, connection: socket.socket) -> None:
         protocols: list[BoundedProtocol] = []
