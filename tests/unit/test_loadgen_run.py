@@ -113,6 +113,7 @@ def test_an_event_may_come_in_pieces_and_events_together() -> None:
         (HEAD + token("a") + event(error={"message": "stage 1 was lost"}) + DONE, "error event", "stage 1 was lost"),
         (HEAD + token("a"), "broken off", "ended before"),
         (HEAD + b"data: {nonsense\n\n", "not understood", "nonsense"),
+        (HEAD + b'data: {"x":' + b"[" * 9000 + b"]" * 9000 + b"}\n\n", "not understood", "depth"),
         (b"", "connection", "Disconnected"),
         (b"junk\r\n\r\n", "connection", ""),
     ],
@@ -190,6 +191,24 @@ def test_a_stopped_run_has_the_outcomes_so_far() -> None:
 
     result = asyncio.run(main())
     assert len(result.outcomes) == 1 and result.num_planned == 2
+
+
+def test_an_error_of_the_program_itself_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        client = LoadClient(Target("http://127.0.0.1:1", "m", "completions", None, {}))
+
+        async def ask(body: bytes, *_: object) -> Outcome:
+            if body:
+                raise KeyError("a fault")
+            return await asyncio.Future()
+
+        monkeypatch.setattr(client, "ask", ask)
+        requests = [PreparedRequest(b"", None), PreparedRequest(b"fails", None), PreparedRequest(b"", 3600.0)]
+        async with asyncio.timeout(DEADLINE_S):
+            await LoadRun(client, requests, None).run()
+
+    with pytest.raises(KeyError):
+        asyncio.run(main())
 
 
 def outcome(ttft_s: float, tpot_s: float, num_tokens: int = 11, error: str | None = None) -> Outcome:

@@ -173,7 +173,7 @@ class LoadClient:
                     continue
                 try:
                     answer.take(self._decode(data), now_s)
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, RecursionError) as error:
                     answer.fail("not understood", f"{error}: {data[:_MOST_SHOWN]!r}")
                     return
         if not answer.is_complete:

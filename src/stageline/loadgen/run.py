@@ -62,9 +62,13 @@ class LoadRun:
         self._timers: list[asyncio.TimerHandle] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_over = asyncio.Event()
+        self._error: BaseException | None = None
 
     async def run(self) -> RunResult:
-        """Return when every request has its outcome, or `stop` was called."""
+        """Return when every request has its outcome, or `stop` was called.
+
+        Raises: what was raised instead of giving an outcome, once the others were given up.
+        """
         loop = asyncio.get_running_loop()
         before_s, self._start_s = _cpu_s(), loop.time()
         for request in self._requests:
@@ -75,6 +79,8 @@ class LoadRun:
         if self._requests:
             await self._is_over.wait()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._error is not None:
+            raise self._error
         duration_s = max((outcome.ended_s for outcome in self._outcomes), default=0.0)
         return RunResult(tuple(self._outcomes), duration_s, len(self._requests), _cpu_s() - before_s)
 
@@ -89,7 +95,14 @@ class LoadRun:
     def _launch(self, request: PreparedRequest) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(request))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Its outcome would be waited for without end.
+            self._error = self._error or error
+            self.stop()
 
     async def _serve(self, request: PreparedRequest) -> None:
         async with self._gate:
