@@ -26,7 +26,7 @@ class TinyFamily:
     """Args:
     model_type: `transformers`' name.
     shown_as: what the list of supported models calls it.
-    config: values of config.json that differ from `_SIZES`.
+    config: values of config.json that differ from `SIZES`.
     """
 
     model_type: str
@@ -40,7 +40,7 @@ class TinyFamily:
         """Write the checkpoint into `directory` and return it."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.for_model(self.model_type, **{**_SIZES, **self.config})
+        config = AutoConfig.for_model(self.model_type, **{**SIZES, **self.config})
         generator = torch.Generator().manual_seed(1)
         with torch.random.fork_rng():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -53,7 +53,7 @@ class TinyFamily:
         return directory
 
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "num_hidden_layers": NUM_LAYERS,
     "hidden_size": 72,
     "num_attention_heads": 6,

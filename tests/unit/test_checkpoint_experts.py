@@ -46,6 +46,11 @@ DEEPSEEK = {
         "mscale_all_dim": 1.0,
     },
 }
+_COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
+}
+_AS_V2 = {"scoring_func": "softmax", "topk_method": "greedy"}
 
 
 def spec_of(**values: object) -> ModelSpec:
@@ -87,6 +92,11 @@ def test_gpt_oss_has_windows_on_every_other_layer_and_stretched_positions_by_def
     assert spec.moe.num_experts_per_token == 2
 
 
+def test_no_rotation_of_what_matrices_are_multiplied_with_is_nothing_to_refuse() -> None:
+    quantization = {**_COMPRESSED, "transform_config": {"config_groups": {}}}
+    assert spec_of(**{**DEEPSEEK, "quantization_config": quantization}).family == "deepseek"
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -97,6 +107,9 @@ def test_gpt_oss_has_windows_on_every_other_layer_and_stretched_positions_by_def
         ({"scoring_func": "softmax"}, ["softmax", "sigmoid"]),
         ({"qk_rope_head_dim": 7}, ["qk_rope_head_dim", "even"]),
         ({"kv_lora_rank": None}, ["kv_lora_rank", "missing"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention", "token by token"]),
+        ({"quantization_config": {**_COMPRESSED, "transform_config": {"config_groups": {"u": 1}}}}, ["rotates"]),
+        ({"architectures": ["DeepseekV2ForCausalLM"], **_AS_V2, "mlp_bias": True}, ["mlp_bias", "DeepSeek-V2"]),
     ],
 )
 def test_what_does_not_fit_together_is_refused_with_the_numbers(changes: dict[str, object], words: list[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from stageline.checkpoint import RopeSpec, generation_defaults, open_checkpoint
+from stageline.checkpoint.hf_config import spec_from_config
 from stageline.errors import CheckpointError
 from tests.unit.checkpoint_files import CONFIG, VOCAB, tensor_shapes, write_hf_directory, write_safetensors
 
@@ -59,6 +60,20 @@ def test_optional_values_have_the_defaults_of_transformers(tmp_path: Path) -> No
 )
 def test_rope_is_read_in_every_spelling(tmp_path: Path, changes: dict[str, Any], expected: RopeSpec) -> None:
     assert spec_of(tmp_path, **changes).rope == expected
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_phi_3_is_read_as_released_with_code_that_is_not_run_and_by_any_name_of_its_longrope(
+    tmp_path: Path, name: str
+) -> None:
+    released = {
+        "architectures": ["Phi3ForCausalLM"],
+        "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"},
+        "original_max_position_embeddings": 64,
+        "rope_scaling": {"type": name, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    }
+    rope = spec_from_config({**CONFIG, **released}, {}, "config.json", "float32").rope
+    assert (rope.kind, rope.factor, rope.frequency_divisors) == ("longrope", 8.0, (2.0,) * 8)
 
 
 def test_biases_follow_the_architecture(tmp_path: Path) -> None:
@@ -123,6 +138,7 @@ def test_a_missing_key_names_itself(tmp_path: Path, key: str) -> None:
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, ["layer_types", "1", "3"]),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["mamba"] * 3}, ["layer_types", "sliding_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ({"rope_theta": 1.0}, ["rotary", "base 1", "above 1"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_numbers(

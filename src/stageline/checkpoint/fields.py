@@ -38,10 +38,6 @@ class Fields:
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
 
-    def is_present(self, key: str) -> bool:
-        """The key is there, even if its value is null."""
-        return key in self._values
-
     def error(self, key: str, wanted: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {key} is {self._values.get(key)!r}; it must be {wanted}")
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from stageline.checkpoint.architectures import READERS, Reader
+from stageline.checkpoint.architectures import ASSUMED, READERS
 from stageline.checkpoint.fields import Fields
 from stageline.checkpoint.model_spec import ModelSpec
 from stageline.checkpoint.quantization import read_quantization
 from stageline.errors import CheckpointError
 
 # Released with code of their own, which is ignored: what it computes is known.
-CODE_IS_KNOWN = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+CODE_IS_KNOWN = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Phi3ForCausalLM")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -28,8 +28,10 @@ def spec_from_config(
     """
     fields = Fields(config, source)
     _refuse_unsupported(fields)
+    architecture = _architecture(fields)
+    assumed = ASSUMED.get(architecture, {})
     spec = replace(
-        _reader(fields)(fields),
+        READERS[architecture](Fields({**assumed, **config}, source)),
         dtype=_dtype(fields, stored_dtype),
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, generation_config),
@@ -46,6 +48,9 @@ def check_spec(spec: ModelSpec, source: str) -> None:
         )
     if spec.head_dim % 2:
         raise CheckpointError(f"{source}: head_dim is {spec.head_dim}; rotary embedding needs an even number")
+    for rope in (spec.rope, spec.window_rope):
+        if rope is not None and rope.theta <= 1:
+            raise CheckpointError(f"{source}: rotary embedding has base {rope.theta:g}; it must be above 1")
     rotary_dim = spec.rope.rotary_dim or spec.head_dim
     for divisors in (spec.rope.frequency_divisors, spec.rope.short_divisors):
         if divisors and len(divisors) != rotary_dim // 2:
@@ -55,14 +60,14 @@ def check_spec(spec: ModelSpec, source: str) -> None:
             )
 
 
-def _reader(fields: Fields) -> Reader:
+def _architecture(fields: Fields) -> str:
     supported = ", ".join(READERS)
     names = fields.raw("architectures")
     if not isinstance(names, list) or not names:
         raise CheckpointError(f"{fields.source}: architectures is {names!r}; it must name one of {supported}")
     if names[0] not in READERS:
         raise CheckpointError(f"{fields.source}: architecture {names[0]!r} is not supported; supported are {supported}")
-    return READERS[names[0]]
+    return str(names[0])
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -71,6 +76,11 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise CheckpointError(
             f"{fields.source}: auto_map asks for the checkpoint's own code, which is never run; use a model of one of "
             f"the supported architectures: {', '.join(READERS)}"
+        )
+    if fields.boolean("use_bidirectional_attention", False):
+        raise CheckpointError(
+            f"{fields.source}: use_bidirectional_attention is true, so tokens attend to later ones; only models that "
+            "generate text token by token are supported"
         )
     read_quantization(fields)
 

@@ -96,6 +96,12 @@ def _compressed_tensors(fields: Fields) -> Quantization:
     groups = fields.raw("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise fields.error("config_groups", "an object with at least one group")
+    transforms = fields.raw("transform_config")
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        raise CheckpointError(
+            f"{fields.source}: transform_config rotates what matrices are multiplied with, which is not supported; use "
+            "a checkpoint without it"
+        )
     kinds, blocks = set(), set()
     for name, group in groups.items():
         values = group.get("weights") if isinstance(group, dict) else None

@@ -4,9 +4,10 @@
 """
 
 from stageline.checkpoint.architectures import dense, experts
+from stageline.checkpoint.architectures.assumed import ASSUMED
 from stageline.checkpoint.architectures.common import Reader
 
-__all__ = ["READERS", "Reader"]
+__all__ = ["ASSUMED", "READERS", "Reader"]
 
 READERS: dict[str, Reader] = {**dense.READERS, **experts.READERS}
 """By the name that config.json has under `architectures`."""

@@ -165,7 +165,7 @@ def _longrope(fields: Fields, rope: Fields, theta: float, rotary_dim: int) -> Ro
     longest = fields.integer("max_position_embeddings")
     original = fields.optional_integer("original_max_position_embeddings")
     original = original or rope.integer("original_max_position_embeddings", default=longest)
-    factor = longest / original
+    factor = rope.number("factor", default=longest / original)
     magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
     return RopeSpec(
         theta=theta,

@@ -15,11 +15,8 @@ from stageline.checkpoint.architectures.common import (
 from stageline.checkpoint.fields import Fields
 from stageline.checkpoint.model_spec import ModelSpec
 
-# What transformers assumes where a config does not mention it.
-MISTRAL_SLIDING_WINDOW = 4096
-GEMMA_SLIDING_WINDOW = 4096
 GEMMA3_WINDOW_PATTERN = 6
-SMOLLM3_ROPE_INTERVAL = 4
+PHI3_LONGROPE = ("su", "yarn")
 _NO_ROPE: dict[str, object] = {"rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}
 
 
@@ -34,10 +31,8 @@ def _llama(fields: Fields) -> ModelSpec:
 
 
 def _mistral(fields: Fields) -> ModelSpec:
-    spec, window = plain_spec(fields, "llama"), fields.optional_integer("sliding_window")
-    if not fields.is_present("sliding_window"):
-        window = MISTRAL_SLIDING_WINDOW
-    return with_windows(spec, fields, window, [True] * spec.num_layers)
+    spec = plain_spec(fields, "llama")
+    return with_windows(spec, fields, fields.optional_integer("sliding_window"), [True] * spec.num_layers)
 
 
 def _qwen2(fields: Fields) -> ModelSpec:
@@ -58,9 +53,10 @@ def _with_qwen_windows(spec: ModelSpec, fields: Fields) -> ModelSpec:
 
 
 def _gemma2(fields: Fields) -> ModelSpec:
-    """Even layers have a window."""
-    spec = replace(_gemma(fields, "gemma2"), rope=rope_spec(fields))
-    window = fields.optional_integer("sliding_window") or GEMMA_SLIDING_WINDOW
+    """Even layers have a window, and scores a cap. (Gemma 3's configs name a cap that nobody computes.)"""
+    cap = _optional_number(fields, "attn_logit_softcapping")
+    spec = replace(_gemma(fields, "gemma2"), rope=rope_spec(fields), attention_cap=cap)
+    window = fields.integer("sliding_window")
     return with_windows(spec, fields, window, [index % 2 == 0 for index in range(spec.num_layers)])
 
 
@@ -74,24 +70,22 @@ def _gemma3(fields: Fields) -> ModelSpec:
         local_theta = fields.number("rope_local_base_freq", default=10_000.0)
         local = rope_spec(fields, values=Fields({"rope_theta": local_theta}, values.source))
     spec = replace(_gemma(fields, "gemma3"), rope=full, window_rope=local)
-    window = fields.optional_integer("sliding_window") or GEMMA_SLIDING_WINDOW
+    window = fields.integer("sliding_window")
     pattern = fields.integer("sliding_window_pattern", default=GEMMA3_WINDOW_PATTERN)
     return with_windows(spec, fields, window, [(index + 1) % pattern != 0 for index in range(spec.num_layers)])
 
 
 def _gemma(fields: Fields, family: str) -> ModelSpec:
-    """What both have: a scaled embedding, tied; norms that multiply by 1 + weight; a scale and caps of their own."""
+    """What both have: a scaled embedding, tied; norms that multiply by 1 + weight; scaled scores, capped logits."""
     act = "hidden_activation" if fields.has("hidden_activation") else "hidden_act"
     spec = plain_spec(_with(fields, hidden_act="silu", rope_parameters=None, rope_scaling=None), family)
     has_bias = fields.boolean("attention_bias", False)
     return replace(
         spec,
-        tie_word_embeddings=fields.boolean("tie_word_embeddings", True),
         activation=activation(fields, act, ("gelu_tanh",)),
         attention_bias=has_bias,
         attention_output_bias=has_bias,
-        attention_scale=fields.number("query_pre_attn_scalar", default=256.0) ** -0.5,
-        attention_cap=_optional_number(fields, "attn_logit_softcapping"),
+        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
         logit_cap=_optional_number(fields, "final_logit_softcapping"),
         embedding_scale=spec.hidden_size**0.5,
         weights_norms_from_one=True,
@@ -99,20 +93,21 @@ def _gemma(fields: Fields, family: str) -> ModelSpec:
 
 
 def _phi3(fields: Fields) -> ModelSpec:
-    """Phi 3, 3.5 and 4: q, k, v in one matrix, gate and up in another."""
-    spec = replace(plain_spec(_with(fields, **_NO_ROPE), "phi3"), rope=rope_spec(fields, can_be_partial=True))
+    """Phi 3, 3.5 and 4: q, k, v in one matrix, gate and up in another; LongRoPE has had two other names."""
+    values = rope_values(fields)
+    if (values.raw("rope_type") or values.raw("type")) in PHI3_LONGROPE:
+        values = _with(values, rope_type="longrope")
+    rope = rope_spec(fields, values=values, can_be_partial=True)
+    spec = replace(plain_spec(_with(fields, **_NO_ROPE), "phi3"), rope=rope)
     window = fields.optional_integer("sliding_window")
     return with_windows(spec, fields, window, [True] * spec.num_layers)
 
 
 def _glm4(fields: Fields) -> ModelSpec:
     """Gate and up in one matrix, norms before and behind, pairs of neighbours rotate in half of each head."""
-    rope = rope_spec(fields, can_be_partial=True)
-    if not fields.has("partial_rotary_factor") and not rope_values(fields).has("partial_rotary_factor"):
-        rope = rope_spec(_with(fields, partial_rotary_factor=0.5), can_be_partial=True)
     return replace(
         plain_spec(_with(fields, **_NO_ROPE), "glm4"),
-        rope=replace(rope, pairs_neighbours=True),
+        rope=replace(rope_spec(fields, can_be_partial=True), pairs_neighbours=True),
         attention_bias=fields.boolean("attention_bias", False),
     )
 
@@ -134,14 +129,16 @@ def _granite(fields: Fields) -> ModelSpec:
 
 
 def _smollm3(fields: Fields) -> ModelSpec:
-    """Llama without rotary embedding on some layers."""
-    spec = _with_qwen_windows(_llama(fields), fields)
+    """Llama without rotary embedding on some layers; windows, if at all, on those."""
+    spec = _llama(fields)
     rotates = fields.raw("no_rope_layers")  # 1 where a layer does rotate
     if rotates is None:
-        interval = fields.integer("no_rope_layer_interval", default=SMOLLM3_ROPE_INTERVAL)
+        interval = fields.integer("no_rope_layer_interval")
         rotates = [int((index + 1) % interval != 0) for index in range(spec.num_layers)]
     if not isinstance(rotates, list) or len(rotates) != spec.num_layers or any(flag not in (0, 1) for flag in rotates):
         raise fields.error("no_rope_layers", f"a list of {spec.num_layers} zeros and ones")
+    window = fields.optional_integer("sliding_window") if fields.boolean("use_sliding_window", False) else None
+    spec = with_windows(spec, fields, window, [not flag for flag in rotates])
     return replace(spec, unrotated_layers=tuple(index for index, flag in enumerate(rotates) if not flag))
 
 

@@ -18,8 +18,6 @@ from stageline.checkpoint.model_spec import MlaSpec, ModelSpec, MoeSpec
 from stageline.errors import CheckpointError
 
 # What transformers assumes where a config does not mention it.
-MIXTRAL_ROPE_THETA = 1_000_000.0
-GPT_OSS_ROPE_THETA = 150_000.0
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -28,14 +26,13 @@ GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-GPT_OSS_WINDOW = 128
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 LARGEST_NUM_EXPERTS = 1024
 
 
 def _mixtral(fields: Fields) -> ModelSpec:
     """Llama with experts in every layer."""
-    spec = replace(plain_spec(fields, "mixtral"), rope=rope_spec(fields, MIXTRAL_ROPE_THETA))
+    spec = plain_spec(fields, "mixtral")
     moe = MoeSpec(
         num_experts=_num_experts(fields, "num_local_experts", "num_experts"),
         num_experts_per_token=fields.integer("num_experts_per_tok", default=2),
@@ -92,8 +89,9 @@ def _deepseek_v2(fields: Fields) -> ModelSpec:
             f"{fields.source}: topk_method {method!r} is not supported; supported are greedy and group_limited_greedy"
         )
     _refuse_other_value(fields, "scoring_func", "softmax")
-    if fields.boolean("norm_topk_prob", False):
-        raise CheckpointError(f"{fields.source}: norm_topk_prob true is not supported for DeepSeek-V2, only false")
+    for key in ("norm_topk_prob", "mlp_bias"):
+        if fields.boolean(key, False):
+            raise CheckpointError(f"{fields.source}: {key} true is not supported for DeepSeek-V2, only false")
     is_grouped = method == "group_limited_greedy"
     moe = replace(
         _deepseek_experts(fields),
@@ -177,11 +175,11 @@ def _gpt_oss(fields: Fields) -> ModelSpec:
     """Sinks in attention, every other layer with a window; experts with biases and a clamped activation."""
     has_rope = fields.has("rope_parameters") or fields.has("rope_scaling")
     values = rope_values(fields) if has_rope else Fields(GPT_OSS_ROPE, fields.source)
-    has_bias = fields.boolean("attention_bias", True)
+    has_bias = fields.boolean("attention_bias", False)
     without_rope = Fields({**fields.values, "rope_parameters": None, "rope_scaling": None}, fields.source)
     spec = replace(
         plain_spec(without_rope, "gpt_oss"),
-        rope=rope_spec(fields, GPT_OSS_ROPE_THETA, values),
+        rope=rope_spec(fields, values=values),
         attention_bias=has_bias,
         attention_output_bias=has_bias,
         has_sinks=True,
@@ -196,7 +194,7 @@ def _gpt_oss(fields: Fields) -> ModelSpec:
         swiglu_alpha=fields.number("swiglu_alpha", default=SWIGLU_ALPHA),
         swiglu_limit=fields.number("swiglu_limit", default=SWIGLU_LIMIT),
     )
-    window = fields.integer("sliding_window", default=GPT_OSS_WINDOW)
+    window = fields.integer("sliding_window")
     spec = with_windows(spec, fields, window, [index % 2 == 0 for index in range(spec.num_layers)])
     return with_experts(spec, fields, moe)
 
