@@ -9,7 +9,7 @@ import pytest
 from stageline.cost.model_costs import BYTES_PER_WEIGHT, WeightFormat, model_costs
 from stageline.errors import ConfigError
 from stageline.planner.known_models import find_model, model_names
-from tests.unit.checkpoint_files import split_gguf, write_gguf_model
+from tests.unit.checkpoint_files import split_gguf, write_gguf_model, write_hf_directory
 
 # Billions: all parameters, and those that one token is multiplied with; the embedding is looked up, so not among them.
 PUBLISHED = {
@@ -82,6 +82,19 @@ def test_a_compressed_cache_is_the_same_on_every_device() -> None:
     assert layer.kv_bytes(8) == layer.kv_bytes(1)
 
 
+def test_what_brings_latent_attention_to_its_short_rows_is_on_every_device_like_a_router() -> None:
+    """DeepSeek-V3: 7,168 numbers to rows of 512 + 64 and to queries' of 1,536, their norms, and 256 experts' scores."""
+    layer = _costs("deepseek-v3").layers[5]
+    num_copied = 7168 * (512 + 64) + 512 + 7168 * 1536 + 1536 + 7168 * 256
+    assert 8 * layer.weight_bytes(8) - layer.weight_bytes(1) == pytest.approx(7 * num_copied, rel=1e-9)
+    assert 8 * layer.own_dense(8) - layer.own_dense(1) == pytest.approx(7 * num_copied, rel=1e-9)
+
+
+def test_latent_attention_multiplies_every_head_with_whole_rows() -> None:
+    assert _costs("deepseek-v3").layers[5].flops_per_pair == 2 * 128 * ((512 + 64) + 512)
+    assert _costs("llama-3.1-70b").layers[5].flops_per_pair == 2 * 64 * (128 + 128)
+
+
 def test_a_microbatch_reads_the_experts_of_its_tokens_and_no_more_than_there_are() -> None:
     layer = _costs("mixtral-8x7b").layers[0]
     assert layer.num_experts_read(1) == pytest.approx(2)
@@ -110,6 +123,30 @@ def test_an_unknown_weight_format_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="known are fp32, bf16"):
         WeightFormat("q5", "bf16")
     assert set(BYTES_PER_WEIGHT) >= {"bf16", "fp8", "int8", "int4", "mxfp4"}
+
+
+def _compressed(**weights: object) -> dict[str, object]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "kept"),
+    [
+        ({"quant_method": "fp8", "fmt": "e4m3"}, "fp8"),
+        ({"quant_method": "gptq", "bits": 8}, "int8"),
+        ({"quant_method": "gptq", "bits": 4}, "int4"),
+        ({"quant_method": "awq"}, "int4"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
+        (_compressed(num_bits=4), "int4"),
+        (_compressed(num_bits=8), "int8"),
+        (_compressed(num_bits=8, type="float"), "fp8"),
+    ],
+)
+def test_a_quantised_checkpoint_is_planned_with_the_bits_it_has(
+    tmp_path: Path, quantization: dict[str, object], kept: str
+) -> None:
+    write_hf_directory(tmp_path, {"quantization_config": quantization})
+    assert str(find_model(str(tmp_path)).weights) == kept
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B", "Meta-Llama-3.1-8B-Instruct"])

@@ -46,12 +46,24 @@ def test_what_fits_one_node_is_sharded_inside_it_and_what_does_not_goes_across()
 
 
 def test_heads_that_do_not_divide_leave_sizes_that_do() -> None:
-    assert advise_heads(32, 8) is None
-    advice = advise_heads(32, 6)
+    powers = [1, 2, 4, 8, 16, 32]
+    assert advise_heads(32, 8, powers) is None
+    advice = advise_heads(32, 6, powers)
     assert advice is not None
     assert "at most 4 can share a stage (leaving 2 over), or 6 stages of one" in advice.text
-    twelve = advise_heads(32, 12)
+    twelve = advise_heads(32, 12, powers)
     assert twelve is not None and "at most 8 can share a stage (leaving 4 over)" in twelve.text
+    nine = advise_heads(9, 2, [1, 3, 9])
+    assert nine is not None and "no fewer can share a stage either: 2 stages of one" in nine.text
+
+
+def test_sizes_that_only_heads_allow_are_not_advised(tmp_path: Path) -> None:
+    """Qwen2.5 7B has 28 heads, which 7 divides; but neither do 4 KV heads divide over 7 devices, nor 7 over 4."""
+    content = {"nodes": [{"device": "h100-sxm", "devices_per_node": 8, "link": "nvlink4"}]}
+    costs, found = model_costs(find_model("qwen2.5-7b").spec), cluster(tmp_path, content)
+    config = PlanConfig(pipeline_parallel_size=1, data_parallel_size=1)
+    text_of = {one.rule: one.text for one in advise(costs, found, config, search(costs, found, config))}
+    assert "at most 4 can share a stage; 2 stages of 4" in text_of["heads do not divide"]
 
 
 def test_more_devices_than_kv_heads_keep_the_cache_several_times() -> None:

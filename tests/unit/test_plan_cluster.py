@@ -11,7 +11,7 @@ from stageline.cost.model_costs import model_costs
 from stageline.errors import ConfigError
 from stageline.planner.cluster import read_cluster
 from stageline.planner.known_models import find_model
-from stageline.planner.units import sizes_to_try, units_of, why_not_sharded
+from stageline.planner.units import sizes_to_try, take_units, units_of, why_not_sharded
 from tests.architecture.source_tree import ROOT
 from tests.unit.plan_clusters import HOME, TWO_NODES_OF_H100, cluster
 
@@ -112,6 +112,15 @@ def test_devices_share_a_stage_within_a_node_or_as_whole_nodes(tmp_path: Path) -
     assert both.nodes == (0, 1) and both.where.link == found.network
     assert "12 devices are neither within a node of 8 nor whole nodes" in units_of(found, 12)
     assert "nodes differ, and none has 2 devices" in units_of(cluster(tmp_path, HOME), 2)
+
+
+def test_replicas_stay_within_a_node_as_long_as_one_has_room_for_all_their_stages(tmp_path: Path) -> None:
+    three_each = {"nodes": [{"device": "h100-sxm", "devices_per_node": 3, "count": 2, "link": "nvlink4"}]}
+    units = units_of(cluster(tmp_path, {**three_each, "network": "ethernet-10g"}), 1)
+    assert not isinstance(units, str)
+    replicas = take_units(units, [units[0].kind] * 2, 3)
+    assert [[unit.nodes[0] for unit in replica] for replica in replicas] == [[0, 0], [1, 1], [0, 1]]
+    assert len({(unit.nodes, unit.first_device) for replica in replicas for unit in replica}) == 6
 
 
 def test_heads_that_do_not_divide_say_which_numbers_of_devices_do() -> None:

@@ -152,6 +152,15 @@ def test_few_rows_take_the_reading_of_weights_and_many_the_computing() -> None:
     assert matrices_s(item, StageDevices(DEVICE, 4, LINK), 1) == pytest.approx(0.25)
 
 
+def test_what_several_devices_keep_the_same_of_they_all_compute() -> None:
+    rows = 6400
+    item = ItemShape(num_dense=700.0, num_kv=100.0, num_copied=200.0, kv_bytes_per_token=1.0, max_kv_shards=2)
+    own = 400 / 4 + 100 / 2 + 200
+    assert matrices_s(item, StageDevices(DEVICE, 4, LINK), rows) == pytest.approx(2 * rows * own / 64000)
+    measured = replace(DEVICE, matmul_rates=(MatmulRate(1, 64000.0),))
+    assert matrices_s(item, StageDevices(measured, 4, LINK), rows) == pytest.approx(2 * rows * own / 64000)
+
+
 def test_measured_rates_replace_the_roofline_and_are_interpolated_between() -> None:
     rates = (MatmulRate(1, 100.0), MatmulRate(4, 300.0))
     where = StageDevices(replace(DEVICE, matmul_rates=rates), 1, LINK)
@@ -168,7 +177,7 @@ def test_decodes_read_their_cache_as_far_as_the_window_goes() -> None:
 
 
 def test_attention_of_prompts_is_the_same_in_one_piece_and_in_chunks() -> None:
-    item = ItemShape(kv_bytes_per_token=1.0, prefill_flops_per_pair=8.0)
+    item = ItemShape(kv_bytes_per_token=1.0, flops_per_pair=8.0)
     whole = attention_s(item, ALONE, MicrobatchShape.of_rows([0], [256]))
     chunks = sum(attention_s(item, ALONE, MicrobatchShape.of_rows([start], [64])) for start in range(0, 256, 64))
     assert whole == pytest.approx(chunks)

@@ -14,6 +14,8 @@ from stageline.cost.placement import Placement
 from stageline.pipeline.partition import StageLayers
 
 DEFAULT_MEMORY_FRACTION = 0.9
+_ROUNDING = 1e-6
+"""Of sums in another order: what exactly fits by one must fit by the other."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class StageCapacity:
 
     @property
     def num_requests(self) -> int:
-        return math.floor(self.kv_room_bytes / self.kv_bytes_per_request)
+        return math.floor(self.kv_room_bytes / self.kv_bytes_per_request + _ROUNDING)
 
     @property
     def num_tokens(self) -> int:

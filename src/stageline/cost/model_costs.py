@@ -22,7 +22,7 @@ BYTES_PER_WEIGHT = {
     "bf16": 2.0,
     "fp16": 2.0,
     "fp8": 1.0,
-    "int8": 1.0,
+    "int8": 8.5 / 8,  # eight bits, and a 16-bit scale for 32 weights
     "int4": 4.5 / 8,  # four bits, and a 16-bit scale for 32 weights
     "mxfp4": 4.25 / 8,  # four bits, and an 8-bit scale for 32 weights
 }
@@ -61,7 +61,7 @@ class ItemShape:
         num_dense: parameters that every token is multiplied with (attention, dense MLP, shared experts, router).
         num_looked_up, row_size: parameters of which a token reads a row, and how many of them: the embedding.
         num_kv: those of `num_dense` that make keys and values: sharded no further than the KV heads.
-        num_copied: those of `num_dense` that every device has: a router.
+        num_copied: those of `num_dense` that every device has: a router, and what makes latent attention's short rows.
         num_experts, num_experts_per_token, num_per_expert: routed experts.
         expert_size: an expert's inner numbers, of which a device has a part unless it has whole experts.
         expert_block: numbers that share a scale, 1 for none.
@@ -70,7 +70,7 @@ class ItemShape:
         kv_bytes_per_token: of the KV cache, all heads.
         max_kv_shards: devices that can share the KV cache; with more, some keep the same.
         window: tokens a token attends to, None for all.
-        decode_flops_per_pair, prefill_flops_per_pair: attention of one new token to one token.
+        flops_per_pair: attention of one new token to one token.
         num_all_reduces: per pass, if sharded.
         dense_format, expert_format: what products are computed in.
         output_size: of the head: numbers per row that are gathered; 0 elsewhere.
@@ -93,8 +93,7 @@ class ItemShape:
     kv_bytes_per_token: float = 0.0
     max_kv_shards: int = 1
     window: int | None = None
-    decode_flops_per_pair: float = 0.0
-    prefill_flops_per_pair: float = 0.0
+    flops_per_pair: float = 0.0
     num_all_reduces: int = 0
     dense_format: str = "bf16"
     expert_format: str = "bf16"
@@ -114,6 +113,11 @@ class ItemShape:
     def kv_shards(self, num_devices: int) -> int:
         return min(num_devices, self.max_kv_shards)
 
+    def own_dense(self, num_devices: int) -> float:
+        """Parameters that each of the devices sharing the item multiplies every token with."""
+        shared = self.num_dense - self.num_kv - self.num_copied
+        return shared / num_devices + self.num_kv / self.kv_shards(num_devices) + self.num_copied
+
     def weight_bytes(self, num_devices: int = 1) -> float:
         """That each of the devices sharing the item keeps."""
         experts = self.num_experts * self.num_per_expert * self.own_expert_bytes(num_devices)
@@ -121,10 +125,8 @@ class ItemShape:
 
     def _dense_bytes(self, num_embedded: float, num_devices: int, experts_bytes: float) -> float:
         """Of all but routed experts, of which all devices together have so many bytes."""
-        rest = (self.num_dense - self.num_kv - self.num_copied + num_embedded) * self.dense_bytes
-        whole = self.num_copied * self.dense_bytes
-        shared = (rest + experts_bytes) / num_devices
-        return shared + self.num_kv * self.dense_bytes / self.kv_shards(num_devices) + whole
+        shared = (num_embedded * self.dense_bytes + experts_bytes) / num_devices
+        return self.own_dense(num_devices) * self.dense_bytes + shared
 
     def keeps_blocks(self, num_devices: int) -> bool:
         """Whether what a device has of an expert is whole blocks, so that it is kept as the checkpoint has it."""
@@ -278,18 +280,19 @@ def model_costs(spec: ModelSpec, weights: WeightFormat | None = None, kv_itemsiz
 
 def _layer(spec: ModelSpec, index: int, weights: WeightFormat, kv_itemsize_bytes: float) -> ItemShape:
     hidden = spec.hidden_size
-    num_attention, num_kv = _mla_weights(spec) if spec.mla is not None else _attention_weights(spec)
-    kv_numbers, decode_flops, prefill_flops = _attention_work(spec)
+    num_attention, num_kv, num_copied = _mla_weights(spec) if spec.mla is not None else _attention_weights(spec)
+    kv_numbers, flops_per_pair = _attention_work(spec)
     num_dense = float(num_attention + 2 * hidden)
     num_experts = num_per_token = expert_size = 0
-    num_per_expert = num_copied = 0.0
+    num_per_expert = 0.0
     attention_width, mlp_width = _attention_width(spec), 2.0 * spec.intermediate_size
     moe = spec.moe
     if moe is not None and spec.has_experts(index):
         num_experts, num_per_token = moe.num_experts, moe.num_experts_per_token
         num_per_expert = 3.0 * hidden * moe.intermediate_size
-        expert_size, num_copied = moe.intermediate_size, float(hidden * moe.num_experts)
-        num_dense += num_copied + 3.0 * hidden * moe.shared_intermediate_size
+        expert_size, num_routing = moe.intermediate_size, hidden * (moe.num_experts + moe.has_shared_gate)
+        num_copied += num_routing
+        num_dense += num_routing + 3.0 * hidden * moe.shared_intermediate_size
         mlp_width = 2.0 * (num_per_token * moe.intermediate_size + moe.shared_intermediate_size)
     else:
         num_dense += 3.0 * hidden * spec.intermediate_size
@@ -299,7 +302,7 @@ def _layer(spec: ModelSpec, index: int, weights: WeightFormat, kv_itemsize_bytes
         num_experts=num_experts,
         num_experts_per_token=num_per_token,
         num_per_expert=num_per_expert,
-        num_copied=num_copied,
+        num_copied=float(num_copied),
         expert_size=expert_size,
         expert_block=PACKED_BLOCK_ELEMENTS if weights.experts in _IN_BLOCKS else 1,
         dense_bytes=BYTES_PER_WEIGHT[weights.dense],
@@ -307,8 +310,7 @@ def _layer(spec: ModelSpec, index: int, weights: WeightFormat, kv_itemsize_bytes
         kv_bytes_per_token=kv_numbers * kv_itemsize_bytes,
         max_kv_shards=1 if spec.mla is not None else spec.num_kv_heads,
         window=spec.window_of(index),
-        decode_flops_per_pair=decode_flops,
-        prefill_flops_per_pair=prefill_flops,
+        flops_per_pair=flops_per_pair,
         num_all_reduces=2,
         activations=3.0 * hidden,
         sharded_activations=max(attention_width, mlp_width),
@@ -317,13 +319,13 @@ def _layer(spec: ModelSpec, index: int, weights: WeightFormat, kv_itemsize_bytes
     )
 
 
-def _attention_weights(spec: ModelSpec) -> tuple[int, int]:
-    """Parameters of ordinary attention, and those of them that make keys and values."""
+def _attention_weights(spec: ModelSpec) -> tuple[int, int, int]:
+    """Parameters of ordinary attention, those of them that make keys and values, and those that all devices have."""
     query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     num_kv = 2 * kv * (spec.hidden_size + spec.attention_bias)
     num_query = query * (spec.hidden_size + spec.attention_bias)
     num_output = spec.hidden_size * (query + spec.attention_output_bias)
-    return num_query + num_kv + num_output, num_kv
+    return num_query + num_kv + num_output, num_kv, 0
 
 
 def _attention_width(spec: ModelSpec) -> float:
@@ -335,32 +337,27 @@ def _attention_width(spec: ModelSpec) -> float:
     return float(spec.num_heads * per_head)
 
 
-def _mla_weights(spec: ModelSpec) -> tuple[int, int]:
-    """The same of latent attention. What makes the compressed row is on every device."""
+def _mla_weights(spec: ModelSpec) -> tuple[int, int, int]:
+    """The same of latent attention. What makes the compressed row, and the query's, has no heads that could be shared.
+    """
     mla = spec.mla
     assert mla is not None, "only called for latent attention"
     query = spec.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-    if mla.q_lora_rank is None:
-        num_query = spec.hidden_size * query
-    else:
-        num_query = mla.q_lora_rank * (spec.hidden_size + query + 1)
-    num_compressed = spec.hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim) + mla.kv_lora_rank
+    num_copied = spec.hidden_size * mla.row_size + mla.kv_lora_rank
+    if mla.q_lora_rank is not None:
+        num_copied += mla.q_lora_rank * (spec.hidden_size + 1)
+    num_query = (mla.q_lora_rank or spec.hidden_size) * query
     num_expanded = mla.kv_lora_rank * spec.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
     num_output = spec.num_heads * mla.v_head_dim * spec.hidden_size
-    return num_query + num_compressed + num_expanded + num_output, num_compressed
+    return num_copied + num_query + num_expanded + num_output, 0, num_copied
 
 
-def _attention_work(spec: ModelSpec) -> tuple[float, float, float]:
-    """Numbers in the KV cache per token, and FLOPs per pair of tokens when decoding and in a prompt.
+def _attention_work(spec: ModelSpec) -> tuple[float, float]:
+    """Numbers in the KV cache per token, and FLOPs per pair of tokens.
 
-    Latent attention decodes on the compressed rows (its matrices are absorbed into the query's), and expands them to
-    heads for prompts.
+    Latent attention attends to the compressed rows, in prompts too: its matrices are absorbed into the query's.
     """
     if spec.mla is None:
-        per_pair = 4.0 * spec.num_heads * spec.head_dim
-        return 2.0 * spec.num_kv_heads * spec.head_dim, per_pair, per_pair
-    mla = spec.mla
-    row = mla.kv_lora_rank + mla.qk_rope_head_dim
-    decode = 2.0 * spec.num_heads * (row + mla.kv_lora_rank)
-    prefill = 2.0 * spec.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim + mla.v_head_dim)
-    return float(row), decode, prefill
+        return 2.0 * spec.num_kv_heads * spec.head_dim, 4.0 * spec.num_heads * spec.head_dim
+    row_size = spec.mla.row_size
+    return float(row_size), 2.0 * spec.num_heads * (row_size + spec.mla.kv_lora_rank)

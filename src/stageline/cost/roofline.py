@@ -107,7 +107,7 @@ def num_rows(item: ItemShape, shape: MicrobatchShape) -> int:
 def matrices_s(item: ItemShape, where: StageDevices, rows: int) -> float:
     """All matrix products of an item on one of its devices."""
     device, num_devices = where.device, where.num_devices
-    dense_flops = 2.0 * rows * (item.num_dense - item.num_copied) / num_devices + 2.0 * rows * item.num_copied
+    dense_flops = 2.0 * rows * item.own_dense(num_devices)
     expert_flops = 2.0 * item.rows_worth(rows, num_devices) * item.num_per_expert
     dense_rate = device.measured_flops_per_s(rows)
     if dense_rate is None:
@@ -131,12 +131,12 @@ def attention_s(item: ItemShape, where: StageDevices, shape: MicrobatchShape) ->
     if shape.num_decodes:
         tokens = shape.num_decodes * item.kv_tokens(shape.decode_context_tokens / shape.num_decodes)
         read_s = tokens * item.kv_bytes(num_devices) / device.kv_bytes_per_s
-        decode_s = max(read_s, tokens * item.decode_flops_per_pair / num_devices / flops_per_s)
+        decode_s = max(read_s, tokens * item.flops_per_pair / num_devices / flops_per_s)
     if shape.num_prompt_tokens:
         pairs = shape.prefill_attention / 2
         if item.window is not None:
             pairs = min(pairs, float(item.window * shape.num_prompt_tokens))
-        prefill_s = pairs * item.prefill_flops_per_pair / num_devices / flops_per_s
+        prefill_s = pairs * item.flops_per_pair / num_devices / flops_per_s
     return decode_s + prefill_s
 
 

@@ -6,6 +6,7 @@ sentence shows these numbers, so a reader can check it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stageline.config.plan_config import PlanConfig
@@ -53,11 +54,17 @@ def advise_fit(
     return Advice("fits one node", f"{needs}: {inside}{more}; nothing forces a pipeline across nodes")
 
 
-def advise_heads(num_heads: int, num_devices: int) -> Advice | None:
-    """A number of devices that cannot share the heads."""
+def advise_heads(num_heads: int, num_devices: int, able: Sequence[int]) -> Advice | None:
+    """A number of devices that cannot share the heads. Args: able: numbers that can share layers, 1 among them."""
     if num_heads % num_devices == 0:
         return None
-    lower = max(size for size in range(1, num_devices) if num_heads % size == 0)
+    lower = max(size for size in able if size < num_devices)
+    if lower == 1:
+        return Advice(
+            "heads do not divide",
+            f"{num_heads} heads do not divide over {num_devices} devices, and no fewer can share a stage either: "
+            f"{num_devices} stages of one, whatever the number of heads",
+        )
     stages = f"; {num_devices // lower} stages of {lower}" if num_devices // lower > 1 else ""
     left = num_devices - num_devices // lower * lower
     unused = f" (leaving {left} over)" if left else ""

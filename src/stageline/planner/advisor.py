@@ -30,6 +30,7 @@ from stageline.planner.advice import (
 from stageline.planner.cluster import Cluster, Node
 from stageline.planner.layouts import WIDEST_PER_STAGE, LayoutPlan
 from stageline.planner.search import RankedLayout, SearchResult, search
+from stageline.planner.units import can_share
 
 JUDGED_NETWORKS = ("ethernet-1g", "ethernet-2.5g", "ethernet-10g")
 _MOST_ROWS = 1 << 16
@@ -51,11 +52,13 @@ def _of_hardware(model: ModelCosts, cluster: Cluster, config: PlanConfig) -> Ite
     room, node = max(zip(rooms, cluster.nodes, strict=True), key=lambda pair: pair[0])
     num_that_hold = sum(room >= needed for room in rooms)
     yield advise_fit(needed, room, node.num_devices, num_that_hold, len(cluster.nodes), node.link.is_fast)
+    ways = (model, model.dealt()) if model.has_experts else (model,)
+    able = [size for size in range(1, model.num_heads + 1) if any(can_share(way, size) for way in ways)]
     sizes = {other.num_devices for other in cluster.nodes}
     if cluster.devices_per_node is not None:
         sizes.add(cluster.num_devices)
     for size in sorted(sizes):
-        yield advise_heads(model.num_heads, size)
+        yield advise_heads(model.num_heads, size, able)
     if cluster.devices_per_node is not None:
         yield advise_kv_heads(model.num_kv_heads, cluster.num_devices)
         yield _pipeline_or_sharding(model, cluster, node)

@@ -24,7 +24,7 @@ from stageline.checkpoint.model_spec import ModelSpec
 from stageline.cost.model_costs import WeightFormat
 from stageline.errors import ConfigError
 
-_QUANTIZED_TO = {"fp8": "fp8", "compressed-tensors": "int8", "awq": "int4", "gptq": "int4", "bitsandbytes": "int4"}
+_USUAL_BITS = {"compressed-tensors": 8, "awq": 4, "gptq": 4, "bitsandbytes": 4}
 _WHAT_FOLLOWS_A_NAME = ("-instruct", "-base", "-it", "-chat", "-hf", "-gguf")
 _KEPT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -125,6 +125,25 @@ def _of_config(name: str, config: Mapping[str, object], source: str) -> KnownMod
     method = str(quantization.get("quant_method", ""))
     if method == "mxfp4":
         return KnownModel(name, spec, WeightFormat(own, "mxfp4"), source)
-    if method not in _QUANTIZED_TO:
+    kept = "fp8" if method == "fp8" else _kept_as_integers(quantization, method)
+    if kept is None:
         raise ConfigError(f"{source}: quantization_config of method {method!r} is not known; give --weights yourself")
-    return KnownModel(name, spec, WeightFormat(_QUANTIZED_TO[method], _QUANTIZED_TO[method]), source)
+    return KnownModel(name, spec, WeightFormat(kept, kept), source)
+
+
+def _kept_as_integers(quantization: Mapping[str, object], method: str) -> str | None:
+    """By the bits that it says, or those that are usual; fewer than four are planned as four. None if not known."""
+    if method not in _USUAL_BITS:
+        return None
+    values = quantization
+    groups = quantization.get("config_groups")
+    if isinstance(groups, dict):
+        group = next(iter(groups.values()), None)
+        weights = group.get("weights") if isinstance(group, dict) else None
+        values = weights if isinstance(weights, dict) else {}
+    if values.get("load_in_8bit") is True:
+        return "int8"
+    bits = next((values[key] for key in ("num_bits", "bits", "w_bit") if key in values), _USUAL_BITS[method])
+    if values.get("type") == "float" and bits == 8:
+        return "fp8"
+    return "int8" if isinstance(bits, int) and bits > 4 else "int4"

@@ -253,7 +253,6 @@ def unit_kinds(
     for name in dict.fromkeys(unit.kind for unit in units):
         where = first_of[name]
         shards = where.num_devices
-        activations = max(layer.activation_bytes(shards) for layer in kv_tokens) * config.max_num_batched_tokens
         layer_bytes = {
             layer: layer.weight_bytes(shards) + layer.kv_bytes(shards) * kv_tokens[layer] for layer in kv_tokens
         }
@@ -268,15 +267,21 @@ def unit_kinds(
                 embedding_bytes=model.embedding.weight_bytes(shards),
                 head_bytes=model.head.weight_bytes(shards),
                 shared_bytes=model.shared_bytes(shards),
-                room_bytes=where.device.room_bytes(config.memory_fraction, activations),
+                room_bytes=where.device.room_bytes(config.memory_fraction, _activation_bytes(model, shards, config)),
             )
         )
     return kinds
 
 
+def _activation_bytes(model: ModelCosts, num_devices: int, config: PlanConfig) -> float:
+    """Of the largest microbatch, on each of the devices of a stage."""
+    return max(layer.activation_bytes(num_devices) for layer in set(model.layers)) * config.max_num_batched_tokens
+
+
 def _does_not_fit(model: ModelCosts, units: Sequence[Unit], layout: Layout, config: PlanConfig) -> str:
     def room(where: StageDevices) -> float:
-        return where.num_devices * where.device.room_bytes(config.memory_fraction)
+        activations = _activation_bytes(model, where.num_devices, config)
+        return where.num_devices * where.device.room_bytes(config.memory_fraction, activations)
 
     pipeline = layout.pipeline_parallel_size
     counts = Counter(unit.kind for unit in units)
@@ -285,10 +290,21 @@ def _does_not_fit(model: ModelCosts, units: Sequence[Unit], layout: Layout, conf
             f"replicas are alike, and the {len(units)} units of {len(counts)} kinds do not share out into "
             f"{layout.data_parallel_size} of {pipeline} stages; use fewer replicas"
         )
-    rooms = sorted((room(unit.where) for unit in units), reverse=True)[:pipeline]
+    rooms = {kind: room(where) for kind, where in {unit.kind: unit.where for unit in units}.items()}
+    free = sum(sorted((rooms[unit.kind] for unit in units), reverse=True)[:pipeline])
     request = model.kv_bytes_per_request(config.context_tokens)
-    return (
+    stages = f"{pipeline} stage{'s' * (pipeline > 1)} with {free / 1e9:,.1f} GB free"
+    needed = (
         f"does not fit: weights of {model.weight_bytes / 1e9:,.1f} GB and a request of {config.context_tokens:,} "
-        f"tokens with {request / 1e9:,.2f} GB of KV cache need more than {pipeline} stage{'s' * (pipeline > 1)} with "
-        f"{sum(rooms) / 1e9:,.1f} GB free"
+        f"tokens with {request / 1e9:,.2f} GB of KV cache"
+    )
+    if model.weight_bytes + request > free:
+        return f"{needed} need more than {stages}"
+    largest = max(model.layers, key=lambda layer: layer.weight_bytes())
+    layer, embedding, head = (
+        f"{item.weight_bytes() / 1e9:,.2f} GB" for item in (largest, model.embedding, model.head)
+    )
+    return (
+        f"{needed} are less than {stages}, but no cut fits: a layer of up to {layer} is in one stage, the embedding of "
+        f"{embedding} in the first, the head of {head} in the last; and devices that share a stage keep some of it each"
     )

@@ -7,7 +7,7 @@ all-reduces are on the network.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stageline.cost.hardware import Link
@@ -47,13 +47,17 @@ def why_not_sharded(model: ModelCosts, size: int) -> str | None:
     """Why heads, MLPs or experts cannot be shared by so many devices, with the sizes that work; None if they can."""
     if _divides_heads(model, size):
         return model.why_not_shared(size)
-    divide = [other for other in range(1, model.num_heads + 1) if _divides_heads(model, other)]
-    works = [other for other in divide if model.why_not_shared(other) is None]
+    works = [other for other in range(1, model.num_heads + 1) if can_share(model, other)]
     lower = max((other for other in works if other < size), default=1)
     higher = min((other for other in works if other > size), default=None)
     way_out = f"{lower} or {higher} would" if higher is not None else f"{lower} would"
     kv_heads = "" if model.num_kv_heads in (1, model.num_heads) else f" and {model.num_kv_heads} KV heads"
     return f"{model.num_heads} heads{kv_heads} do not divide over {size} devices; {way_out}"
+
+
+def can_share(model: ModelCosts, size: int) -> bool:
+    """Whether so many devices can share a layer, its experts in parts or dealt as the model says."""
+    return _divides_heads(model, size) and model.why_not_shared(size) is None
 
 
 def _divides_heads(model: ModelCosts, size: int) -> bool:
@@ -99,7 +103,8 @@ def link_between(cluster: Cluster, one: Unit, other: Unit) -> Link:
 def take_units(
     units: Sequence[Unit], order: Sequence[tuple[str, str]], num_replicas: int
 ) -> tuple[tuple[Unit, ...], ...]:
-    """Units for every stage of every replica: next to the stage before it in the same node where there is one left.
+    """Units for every stage of every replica: next to the stage before it in the same node where there is one left, or
+    else in a node that holds all the stages of its kind that follow, so that as few hops as can be leave a node.
 
     Args:
         order: [stages] the kind of each stage's unit; there are enough of each kind.
@@ -110,11 +115,25 @@ def take_units(
     replicas = []
     for _ in range(num_replicas):
         stages: list[Unit] = []
-        for kind in order:
+        for stage, kind in enumerate(order):
             by_nodes = left[kind]
-            nodes = stages[-1].nodes if stages and stages[-1].nodes in by_nodes else next(iter(by_nodes))
+            if stages and stages[-1].nodes in by_nodes:
+                nodes = stages[-1].nodes
+            else:
+                nodes = _tightest({nodes: len(own) for nodes, own in by_nodes.items()}, _run_length(order[stage:]))
             stages.append(by_nodes[nodes].popleft())
             if not by_nodes[nodes]:
                 del by_nodes[nodes]
         replicas.append(tuple(stages))
     return tuple(replicas)
+
+
+def _run_length(order: Sequence[tuple[str, str]]) -> int:
+    """How many stages of the first one's kind stand at the beginning."""
+    return next((stage for stage, kind in enumerate(order) if kind != order[0]), len(order))
+
+
+def _tightest(num_left: Mapping[tuple[int, ...], int], num_wanted: int) -> tuple[int, ...]:
+    """Where the fewest that are enough are left, or else the most."""
+    enough = {nodes: count for nodes, count in num_left.items() if count >= num_wanted}
+    return min(enough, key=enough.__getitem__) if enough else max(num_left, key=num_left.__getitem__)
