@@ -138,6 +138,7 @@ def test_a_model_smaller_than_the_memory_that_no_cut_brings_into_it_is_refused_w
     }
     content = {"nodes": [{"device": "small", "count": 2}], "network": "ethernet-10g", "devices": {"small": small}}
     asked = {"concurrency": 1, "prompt_tokens": 16, "output_tokens": 16, "max_num_batched_tokens": 16}
+    asked["tensor_parallel_size"] = 1
     with pytest.raises(ConfigError, match=r"PP2: .* less than 2 stages with 2\.8 GB free, but no cut.* of 0\.53 GB"):
         _search(tmp_path, "llama-3.2-1b", content, memory_fraction=1.0, **asked)
 
