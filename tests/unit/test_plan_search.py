@@ -206,6 +206,23 @@ def test_a_layout_with_a_device_of_unknown_price_is_not_the_cheapest_and_shows_n
     assert "  -  " in row
 
 
+def test_the_cheapest_layout_is_on_the_cheapest_devices_not_on_the_quickest(tmp_path: Path) -> None:
+    def device(bytes_per_s: float, **price: float) -> dict[str, object]:
+        fields = {"memory_bytes": 80e9, "memory_bytes_per_s": bytes_per_s, "flops_per_s": {"bf16": 3e14}, "source": "x"}
+        return {**fields, **price}
+
+    devices = {
+        "quick": device(3e12),
+        "dear": device(2e12, price_per_hour=9.0),
+        "cheap": device(1e12, price_per_hour=1.0),
+    }
+    content = {"nodes": [{"device": name} for name in devices], "network": "ethernet-10g", "devices": devices}
+    cheapest = _search(tmp_path, "llama-3.1-8b", content, objective="cost").best
+    assert {unit.where.device.price_per_hour for unit in cheapest.replicas[0]} == {1.0}
+    quickest = _search(tmp_path, "llama-3.1-8b", content, pipeline_parallel_size=1, data_parallel_size=1).best
+    assert {unit.where.device.memory_bytes_per_s for unit in quickest.replicas[0]} == {3e12}
+
+
 def test_replicas_in_one_node_are_one_command_with_one_port(tmp_path: Path) -> None:
     content = {"nodes": [{"device": "h100-sxm", "devices_per_node": 8, "link": "nvlink4"}]}
     result = _search(tmp_path, "llama-3.1-8b", content, tensor_parallel_size=2, pipeline_parallel_size=2)

@@ -148,13 +148,34 @@ def _judged_both_ways(
         if way.reason is not None:
             found.append(Impossible(shared, way.reason))
         else:
-            found.append(judge(way.model, cluster, units, shared, config))
+            found.append(_judged_where_best(way.model, cluster, units, shared, config))
     if len(found) == 1:
         return _Judged(found[0])
     first, second = found
     if isinstance(first, Impossible) and isinstance(second, Impossible):
         return _Judged(first)
     return _Judged(second, first) if _is_better(second, first, config) else _Judged(first, second)
+
+
+def _judged_where_best(
+    model: ModelCosts, cluster: Cluster, units: Sequence[Unit], layout: Layout, config: PlanConfig
+) -> LayoutPlan | Impossible:
+    """On the units that make it quickest; if cost matters, on whichever of some choices is best."""
+    found = judge(model, cluster, units, layout, config)
+    for some in _cheaper_choices(units) if config.objective == "cost" else ():
+        if len(some) >= layout.pipeline_parallel_size * layout.data_parallel_size:
+            other = judge(model, cluster, some, layout, config)
+            found = other if _is_better(other, found, config) else found
+    return found
+
+
+def _cheaper_choices(units: Sequence[Unit]) -> list[Sequence[Unit]]:
+    """Those that have a price, and each kind alone: the quickest units of all may be dear, or have no price."""
+    kinds = list(dict.fromkeys(unit.kind for unit in units))
+    if len(kinds) == 1:
+        return []
+    alone = [[unit for unit in units if unit.kind == kind] for kind in kinds]
+    return [[unit for unit in units if unit.where.device.price_per_hour], *alone]
 
 
 def _is_better(plan: LayoutPlan | Impossible, other: LayoutPlan | Impossible, config: PlanConfig) -> bool:
