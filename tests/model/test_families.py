@@ -7,6 +7,8 @@ import torch
 
 from stageline import kernels
 from stageline.checkpoint import open_checkpoint
+from stageline.checkpoint.stage_tensors import stage_weight_bytes
+from stageline.cost.model_costs import model_costs
 from stageline.models.decoder import DecoderStage
 from tests.model.chain import PROMPTS, Chain, logits_in_mixed_batches, sequence
 from tests.model.family_reference import CUTS, References, assert_near, has_kernels_for_all
@@ -69,6 +71,21 @@ def test_bfloat16_logits_stay_near_float32_ones(family: str, reference: Referenc
     for number in PROMPTS:
         exact = expected.logits[number]
         assert (found[number] - exact).norm() / exact.norm() < 0.05
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_plan_counts_what_a_rank_keeps_of_every_layer(family: str, reference: References) -> None:
+    """But for norms and biases, which a plan takes to be shared like the matrices beside them."""
+    checkpoint = open_checkpoint(str(reference(family).path))
+    costs = model_costs(checkpoint.spec)
+    for size in (size for size in (1, 2, 3, 6) if costs.why_not_shared(size) is None):
+        for layer, item in enumerate(costs.layers):
+            prefix = f"model.layers.{layer}."
+            entries = [entry for name, entry in checkpoint.tensors.items() if name.startswith(prefix)]
+            is_small = [len(entry.shape) == 1 or entry.name.endswith("bias") for entry in entries]
+            num_small = sum(entry.num_elements for entry, small in zip(entries, is_small, strict=True) if small)
+            counted = stage_weight_bytes(checkpoint, range(layer, layer + 1), False, False, 2, num_ranks=size)
+            assert abs(item.weight_bytes(size) - counted) <= 2 * num_small, f"layer {layer}, {size} ranks"
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

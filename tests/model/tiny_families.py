@@ -95,6 +95,7 @@ FAMILIES: dict[str, TinyFamily] = {
             "sliding_window": WINDOW,
             "query_pre_attn_scalar": 40,
             "layer_types": [*_SLIDING_THEN_FULL],
+            "attn_logit_softcapping": 2.0,  # named, but not computed
             "tie_word_embeddings": True,
             "rope_parameters": {
                 "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
@@ -142,7 +143,16 @@ FAMILIES: dict[str, TinyFamily] = {
             "tie_word_embeddings": True,
         },
     ),
-    "smollm3": TinyFamily("smollm3", "SmolLM3", {"no_rope_layers": [1, 0, 1, 1], "tie_word_embeddings": True}),
+    "smollm3": TinyFamily(
+        "smollm3",
+        "SmolLM3",
+        {
+            "no_rope_layers": [1, 0, 1, 1],
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 

@@ -139,6 +139,10 @@ def test_a_missing_key_names_itself(tmp_path: Path, key: str) -> None:
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["mamba"] * 3}, ["layer_types", "sliding_attention"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
         ({"rope_theta": 1.0}, ["rotary", "base 1", "above 1"]),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu_tanh", "sliding_window": None},
+            ["sliding_window", "missing"],
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_numbers(
