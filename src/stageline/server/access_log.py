@@ -8,6 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from stageline.server.auth import path_of
 from stageline.server.request_record import record_of
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_and_note)
         finally:
-            level = logging.DEBUG if scope["path"] in _QUIET_PATHS else logging.INFO
+            level = logging.DEBUG if path_of(scope) in _QUIET_PATHS else logging.INFO
             if logger.isEnabledFor(level):
                 logger.log(level, "%s", _line(scope, answer, time.monotonic() - begin_s))
 

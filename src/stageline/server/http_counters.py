@@ -15,6 +15,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stageline.clock import Clock, MonotonicClock
+from stageline.server.auth import path_of
 from stageline.server.exposition import Exposition
 from stageline.timeline.histogram import HistogramCounter
 
@@ -54,8 +55,7 @@ class HttpCounters:
 
     def route_of(self, scope: Scope) -> str:
         """The path of the route that the request is for."""
-        path = str(scope["path"]).removeprefix(str(scope.get("root_path", "")))
-        if path in self._plain_paths:
+        if (path := path_of(scope)) in self._plain_paths:
             return path
         return next((route.path for route in self._routes if route.matches(scope)[0] != Match.NONE), _OTHER)
 
