@@ -78,8 +78,10 @@ def test_echo_gives_the_prompt_first(client: openai.OpenAI, http: httpx.Client) 
 
 
 def test_logprobs_with_echo_describe_prompt_and_continuation(client: openai.OpenAI) -> None:
-    answer = client.completions.create(prompt=PROMPT, max_tokens=4, echo=True, logprobs=2, **GREEDY)
+    more: dict[str, Any] = {"prompt_logprobs": 5}
+    answer = client.completions.create(prompt=PROMPT, max_tokens=4, echo=True, logprobs=2, extra_body=more, **GREEDY)
     [choice] = answer.choices
+    assert choice.model_extra is not None and len(choice.model_extra["prompt_logprobs"][1]) in (5, 6)
     described = choice.logprobs
     assert described is not None and answer.usage is not None
     assert described.tokens is not None and described.text_offset is not None

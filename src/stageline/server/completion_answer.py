@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from stageline.outputs import CompletionOutput, RequestOutput
 from stageline.sampling import SamplingParams
 from stageline.server.generation import TokenCount
-from stageline.server.logprobs import Described, completion_logprobs, prompt_logprobs
+from stageline.server.logprobs import Described, completion_logprobs, narrowed, prompt_logprobs
 from stageline.server.protocol import Usage
 from stageline.server.protocol_chat import PromptLogprobs
 from stageline.server.protocol_completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -144,7 +144,7 @@ class _ChoiceWriter:
             text = prompt.text + text
             prompt_ids = prompt.token_ids if request.return_token_ids else UNSET
             if request.prompt_logprobs is not None and described_prompt is not None:
-                shown_prompt_logprobs = prompt_logprobs(described_prompt)
+                shown_prompt_logprobs = prompt_logprobs(narrowed(described_prompt, request.prompt_logprobs))
         return CompletionChoice(
             index=self.index,
             text=text,
@@ -166,7 +166,7 @@ class _ChoiceWriter:
         texts: list[str] = []
         if self.plan.echoes_logprobs and described_prompt is not None:
             token_ids += self.plan.prompts[self.place].token_ids
-            described += described_prompt
+            described += narrowed(described_prompt, self.plan.request.logprobs)
             texts = [self.state.llm.tokenizer.token_text(token_ids[0])]
         if not self.plan.is_only_scored:
             token_ids += completion.token_ids

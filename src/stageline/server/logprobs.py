@@ -100,5 +100,19 @@ def prompt_logprobs(described: Sequence[Described | None]) -> PromptLogprobs:
     ]
 
 
+def narrowed(described: Sequence[Described | None], num_top: int) -> list[Described | None]:
+    """The chosen token and this many of the likeliest, of more that another field of the request asked for."""
+    return [
+        None
+        if by_id is None
+        else {
+            token_id: one
+            for place, (token_id, one) in enumerate(by_id.items())
+            if place == 0 or one.rank <= num_top
+        }
+        for by_id in described
+    ]
+
+
 def _finite(one: Logprob) -> float:
     return max(one.logprob, LOWEST_LOGPROB)
