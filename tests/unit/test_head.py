@@ -157,3 +157,10 @@ def test_a_clock_that_was_set_on_all_machines_is_no_nodes_fault(
     told = [record.getMessage() for record in caplog.records]
     assert any("joined; round trip" in line for line in told)
     assert not any("clock of" in line and "wrong" in line for line in told)
+
+
+def test_who_is_asked_and_has_not_answered_is_not_counted_as_there(place: Place) -> None:
+    place.node("b").join()
+    assert place.head._who_is_missing(4.0).startswith("2 of 2 machines are there")
+    place.head._membership.ask_all(place.clock.now_s())
+    assert place.head._who_is_missing(4.0).startswith("1 of 2 machines are there after 4 s, missing: rank 1;")

@@ -20,7 +20,7 @@ from stageline.links import guard, sockets
 from stageline.links.keys import ClusterKey, LinkSecurity
 from stageline.links.refusals import RefusalLog
 from stageline.links.sockets import Links, bound_address
-from stageline.links.tcp_address import TcpAddress, destination_of, tcp_url
+from stageline.links.tcp_address import TcpAddress, destination_of, host_and_port, tcp_url
 
 LOOPBACK = "tcp://127.0.0.1:0"
 KEY = LinkSecurity(ClusterKey(bytes(32)))
@@ -283,6 +283,22 @@ def test_addresses_survive_their_text_form(text: str, address: TcpAddress) -> No
     assert TcpAddress.parse(text) == address == TcpAddress.parse(address.url) == TcpAddress.parse(str(address))
     source = "fd00::2" if address.is_ipv6() else "10.0.0.2"
     assert destination_of(tcp_url(address, source)) == address
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("10.0.0.1", "10.0.0.1", None),
+        ("head.local:29500", "head.local", "29500"),
+        ("fe80::1", "fe80::1", None),
+        ("[fe80::1]", "fe80::1", None),
+        ("[fe80::1]:29500", "fe80::1", "29500"),
+        ("10.0.0.1:", "10.0.0.1", ""),
+        ("[::1]:x", "::1", "x"),
+    ],
+)
+def test_host_and_port_are_found_as_people_write_them(text: str, host: str, port: str | None) -> None:
+    assert host_and_port(text) == (host, port)
 
 
 @pytest.mark.parametrize(

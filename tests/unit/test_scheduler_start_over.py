@@ -70,3 +70,31 @@ def test_what_does_not_fit_into_a_smaller_cache_ends_with_the_numbers_and_the_ot
         engine.step()
     assert engine.outputs["fits"] == expected_output(asked[0])
     assert engine.kv.num_free_blocks == 7
+
+
+def test_a_request_that_costs_the_stages_again_and_again_is_ended_and_the_others_go_on() -> None:
+    engine = make_engine()
+    asked = [engine_request(name, [number, 2, 3], 10) for number, name in enumerate(("deadly", "waits"))]
+    engine.add(asked[0])
+    num_losses, ended = 0, []
+    while not ended:
+        # Lost with the first microbatch that holds it; nothing of it comes back.
+        microbatch = engine.scheduler.schedule(0.0)
+        assert microbatch is not None and num_losses < 10
+        engine.kv = KVCacheManager(40, BLOCK_SIZE, True)
+        engine.scheduler.start_over(engine.kv)
+        if num_losses == 0:
+            engine.add(asked[1])
+        ended = engine.scheduler.end_misfits(0.0)
+        num_losses += 1
+    assert num_losses == 4 and [one.request_id for one in ended] == ["deadly"]
+    assert ended[0].failure is not None and "4 times in a row" in ended[0].failure.message
+
+
+def test_losses_with_a_token_in_between_end_nothing() -> None:
+    engine = make_engine()
+    engine.add(engine_request("a", [1, 2, 3], 20))
+    for _ in range(10):
+        engine.step()
+        start_over(engine, 40)
+        assert engine.scheduler.end_misfits(0.0) == []

@@ -121,24 +121,21 @@ def _listen(text: str, asked: Asked) -> int:
     from stageline.doctor.devices import ask_devices
     from stageline.doctor.peer import Peer
     from stageline.links.key_file import given_security
-    from stageline.links.tcp_address import TcpAddress, is_port
+    from stageline.links.tcp_address import TcpAddress, host_and_port, is_port
 
-    has_port = not text.endswith("]") and (text.count(":") == 1 or "]:" in text)
-    host, port = text, ""
-    if has_port:
-        host, _, port = text.rpartition(":")
-        if not is_port(port):
-            raise ConfigError(f"--listen {text}: {port!r} is no port; give ADDRESS or ADDRESS:PORT")
-    address = resolve(host.strip("[]"), "--listen")
+    host, port = host_and_port(text)
+    if port is not None and not is_port(port):
+        raise ConfigError(f"--listen {text}: {port!r} is no port; give ADDRESS or ADDRESS:PORT")
+    address = resolve(host, "--listen")
     security = given_security(asked.cluster.cluster_key_file, asked.serve.insecure)
     devices: Any
     try:
         devices = ask_devices(asked.engine.device)
     except ConfigError as error:
         devices = str(error)
-    held = None if port else HeldPort(address, asked.cluster.ports)
+    held = HeldPort(address, asked.cluster.ports) if port is None else None
     try:
-        peer = Peer(held.address if held else TcpAddress(address, int(port)), asked, security, devices)
+        peer = Peer(held.address if held else TcpAddress(address, int(port or 0)), asked, security, devices)
         try:
             print(f"answering another machine's doctor at {peer.address} until Ctrl-C", file=sys.stderr, flush=True)
             signal.pause()

@@ -8,7 +8,7 @@ from stageline.cli.opening import SubParsers, add_command
 from stageline.config.cluster_config import DEFAULT_CLUSTER_PORT, HIGHEST_PORT
 from stageline.config.flags import add_cluster_flags, cluster_config_from_args
 from stageline.errors import ConfigError
-from stageline.links.tcp_address import is_port
+from stageline.links.tcp_address import host_and_port, is_port
 
 _USAGE = "stageline join HEAD[:PORT] [--cluster-key-file FILE] [options]"
 _EXAMPLE = """example:
@@ -70,12 +70,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _split(head: str) -> tuple[str, int]:
     """Host and port of `10.0.0.1`, `10.0.0.1:29500`, `head.local:29500` or `[fe80::1]:29500`. Raises: ConfigError."""
-    host, port = head, str(DEFAULT_CLUSTER_PORT)
-    if head.startswith("["):
-        host, _, rest = head[1:].partition("]")
-        port = rest.removeprefix(":") or port
-    elif head.count(":") == 1:
-        host, _, port = head.partition(":")
+    host, port = host_and_port(head)
+    port = str(DEFAULT_CLUSTER_PORT) if port is None else port
     if not host or not is_port(port) or not 0 < int(port) < HIGHEST_PORT:
         raise ConfigError(f"{head!r} is no HEAD:PORT; give the head's address and port, such as 10.0.0.1:29500")
     return host, int(port)

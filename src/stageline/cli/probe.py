@@ -17,7 +17,7 @@ from stageline.cluster.probe import NoWay, Way, measure
 from stageline.cluster.probe_listener import ProbeListener
 from stageline.errors import ConfigError
 from stageline.links.key_file import FLAG, given_security
-from stageline.links.tcp_address import TcpAddress
+from stageline.links.tcp_address import TcpAddress, host_and_port
 
 DEFAULT_PROBE_PORT = 29600
 _USAGE = "stageline probe HOST... [--port PORT] [--json] | stageline probe --listen ADDRESS[:PORT]"
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _listening_address(text: str) -> TcpAddress:
-    has_port = text.endswith("]") is False and (text.count(":") == 1 or "]:" in text)
-    return TcpAddress.parse(text if has_port else str(TcpAddress(text.strip("[]"), DEFAULT_PROBE_PORT)))
+    host, port = host_and_port(text)
+    return TcpAddress.parse(str(TcpAddress(host, DEFAULT_PROBE_PORT)) if port is None else text)
 
 
 def _targets_of(host: str, port: int, interface: str | None) -> list[_Target]:

@@ -208,7 +208,7 @@ class Head:
     def _who_is_missing(self, waited_s: float) -> str:
         if self._no_way and self._membership.is_complete():
             return f"all machines are there, but not the ways between them, after {waited_s:.0f} s: {self._no_way}"
-        num_here = sum(member.is_ready for member in self._membership.members.values()) + 1
+        num_here = self._membership.num_here + 1
         ranks = self._membership.missing_ranks()
         of = f" of {self._cluster.nnodes}" if self._cluster.nnodes else ""
         missing = f"missing: rank {', '.join(map(str, ranks))}" if ranks else f"not yet {self._num_stages} stages"

@@ -133,6 +133,11 @@ class Membership:
         num_nodes = self._wanted.num_nodes or 1
         return [rank for rank in range(1, num_nodes) if not self._is_here(rank)]
 
+    @property
+    def num_here(self) -> int:
+        """Of nodes that are ready, and owe no answer."""
+        return sum(self._is_here(rank) for rank in self._members)
+
     def is_complete(self) -> bool:
         """Every stage has a node that is ready, and none owes an answer."""
         if any(not self._is_here(rank) for rank in self._members):

@@ -11,7 +11,7 @@ from stageline.cluster.probe import Way
 from stageline.doctor.finding import Finding, failed, ok, warning
 from stageline.doctor.peer import Facts, mtu_of
 from stageline.errors import ConfigError
-from stageline.links.tcp_address import TcpAddress
+from stageline.links.tcp_address import TcpAddress, host_and_port, is_port
 
 _CLOCK_NOTICE_S = 1.0
 _STUCK = "it answered, and then not"
@@ -37,13 +37,10 @@ class Peer:
 
 def address_of_peer(name: str, port: int) -> TcpAddress:
     """Of HOST or HOST:PORT. Args: port: if it names none. Raises: ConfigError."""
-    host = name
-    if name.startswith("[") or name.count(":") == 1:
-        host, _, text = name.rpartition(":") if not name.endswith("]") else (name, "", "")
-        if text and not (text.isdecimal() and 0 < int(text) < 65536):
-            raise ConfigError(f"--peers {name}: {text!r} is no port; give HOST or HOST:PORT")
-        port = int(text) if text else port
-    return TcpAddress(resolve(host.strip("[]"), "--peers"), port)
+    host, text = host_and_port(name)
+    if text is not None and not (is_port(text) and int(text)):
+        raise ConfigError(f"--peers {name}: {text!r} is no port; give HOST or HOST:PORT")
+    return TcpAddress(resolve(host, "--peers"), port if text is None else int(text))
 
 
 def why_not_reached(address: TcpAddress, reason: str) -> str:

@@ -166,7 +166,7 @@ class _Engine:
                     is_wrong = isinstance(error, StageUnfit) and serving is None
                     if is_wrong or not revival.allows(error, is_remote, self._clock.now_s()):
                         if revival.is_exhausted:
-                            logger.error("it broke too often in a row: mend the cause, and start the server again")
+                            logger.error("it broke too often in a row and is given up: mend what its stages died of")
                         raise
                     loss = error if isinstance(error, WorkerLost) else WorkerLost(error.stage_index, error.reason)
                     responder.forget_core()

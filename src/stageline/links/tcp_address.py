@@ -52,6 +52,20 @@ class TcpAddress:
         return f"{_SCHEME}{self}"
 
 
+def host_and_port(text: str) -> tuple[str, str | None]:
+    """Of what people type: `10.0.0.1`, `head.local:29500`, `fe80::1` or `[fe80::1]:29500`.
+
+    Returns: the host, without brackets, and what stands where a port would; None if nothing does. Neither is checked.
+    """
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        return host, rest.removeprefix(":") if rest else None
+    if text.count(":") == 1:
+        host, _, port = text.partition(":")
+        return host, port
+    return text, None
+
+
 def is_port(text: str) -> bool:
     """Whether it is a number that TCP has a port for, or 0; the text may be anything, of any length."""
     is_number = text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS

@@ -13,6 +13,9 @@ from stageline.scheduler.running_requests import RunningRequests
 from stageline.scheduler.scheduled_request import ScheduledRequest
 from stageline.scheduler.waiting_queue import WaitingQueue
 
+_MOST_LOSSES = 4
+"""Fewer than those after which the whole pipeline is given up, see `stageline.engine.revival`."""
+
 
 def check_can_be_served(asked: EngineRequest, max_model_len: int, kv: KVCacheManager) -> None:
     """Raises: RequestError if a request can never fit, with the numbers."""
@@ -33,8 +36,17 @@ def check_can_be_served(asked: EngineRequest, max_model_len: int, kv: KVCacheMan
         )
 
 
-def why_not_again(asked: EngineRequest, kv: KVCacheManager) -> RequestFailure | None:
-    """Why a request that was accepted cannot be computed again in this KV cache, which may be a smaller one."""
+def why_not_again(asked: EngineRequest, kv: KVCacheManager, num_losses: int) -> RequestFailure | None:
+    """Why a request that was accepted cannot be computed again in this KV cache, which may be a smaller one.
+
+    Args:
+        num_losses: how often in a row stages were lost before they had a token of it.
+    """
+    if num_losses >= _MOST_LOSSES:
+        return RequestFailure(
+            f"the pipeline was lost {num_losses} times in a row while this request was computed, and it may be why: "
+            "others go on without it; the server's log tells what the stages died of"
+        )
     num_blocks = _most_blocks(asked, kv)
     if num_blocks <= kv.num_blocks:
         return None

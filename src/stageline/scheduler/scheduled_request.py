@@ -29,6 +29,7 @@ class ScheduledRequest:
         num_computed_tokens: tokens covered by launched microbatches or by the prefix cache.
         num_reused_tokens: of those, the ones that the prefix cache had when it was last started.
         num_in_flight: microbatches in flight that hold a row of it.
+        num_losses, num_tokens_at_loss: see `lost`.
         num_described_tokens: leading prompt tokens whose log-probabilities were delivered; the first never has one. A
             recomputation after a preemption describes them again.
     """
@@ -44,9 +45,19 @@ class ScheduledRequest:
     num_described_tokens: int = 1
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_losses: int = 0
+    num_tokens_at_loss: int = 0
     carriers: Carriers = field(default_factory=Carriers)
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+
+    def lost(self) -> int:
+        """To be called when the stages were lost. Returns: how often in a row without a token of it in between; 0 as
+        long as it has only waited."""
+        if self.first_scheduled_s is not None:
+            self.num_losses = self.num_losses + 1 if len(self.token_ids) == self.num_tokens_at_loss else 1
+            self.num_tokens_at_loss = len(self.token_ids)
+        return self.num_losses
 
     @property
     def rank(self) -> Rank:

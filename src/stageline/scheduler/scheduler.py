@@ -387,8 +387,8 @@ class Scheduler:
         return self._epoch, self._next_microbatch
 
     def end_misfits(self, now_s: float) -> list[RequestUpdate]:
-        """After `start_over`: end what needs more KV cache than there is now. It would wait for ever."""
-        found = [(request, why_not_again(request.asked, self._kv)) for request in self._by_id.values()]
+        """After a loss and `start_over`: end what needs more KV cache than there is now, or may be why it came."""
+        found = [(request, why_not_again(request.asked, self._kv, request.lost())) for request in self._by_id.values()]
         return [self._end_early(request, "error", now_s, why) for request, why in found if why is not None]
 
     def _forget(self, request: ScheduledRequest) -> None:
