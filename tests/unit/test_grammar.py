@@ -69,7 +69,7 @@ def accepts(compiler: GrammarCompiler, asked: StructuredOutputs, text: str) -> b
         (StructuredOutputs(json_object=True), ["{}", '{"a":[1,{"b":null}]}'], ["[]", "1", "{a:1}"]),
         (StructuredOutputs(regex=r"\d{3}-\d{4}"), ["123-4567"], ["123-456", "123-45678", "abc"]),
         (StructuredOutputs(regex="^(yes|no)$"), ["yes", "no"], ["^yes$", "maybe"]),
-        (StructuredOutputs(choice=["yes", "né\n", 'q"\\'] ), ["yes", "né\n", 'q"\\'], ["y", "yes!", ""]),
+        (StructuredOutputs(choice=["yes", "né\n", 'q"\\\x7f'] ), ["yes", "né\n", 'q"\\\x7f'], ["y", "yes!", ""]),
         (StructuredOutputs(grammar='start: "a" start "b" | "c"'), ["c", "aacbb"], ["ac", "acbb", "ab"]),
         (StructuredOutputs(grammar='root ::= "x" num ("," num)*\nnum ::= [0-9]+'), ["x1", "x1,22"], ["x", "1"]),
     ],

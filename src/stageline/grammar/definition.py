@@ -98,7 +98,8 @@ def _patterns(schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _choice_grammar(choices: list[str], field: str) -> str:
-    quoted = [json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices)]
+    # JSON leaves DEL as it is; Lark's strings hold no control character.
+    quoted = [json.dumps(one, ensure_ascii=False).replace("\x7f", r"\u007f") for one in dict.fromkeys(choices)]
     return _bounded("start: " + " | ".join(quoted), field)
 
 
