@@ -93,4 +93,4 @@ def test_latency_times_each_batch(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_percentiles_of_nothing_are_none_and_of_one_time_that_time() -> None:
     assert Percentiles.of([]) is None
-    assert Percentiles.of([2.0]) == Percentiles(2.0, 2.0, 2.0, 2.0)
+    assert Percentiles.of([2.0]) == Percentiles(2.0, 2.0, 2.0, 2.0, 2.0)

@@ -50,7 +50,7 @@ def test_a_measured_host_is_simulated_and_its_timeline_is_drawn(
     assert json.loads(trace.read_text())["traceEvents"]
     for source in (["--simulated"], [str(saved)], [str(trace)]):
         assert main(["timeline", *source, "--width", "80"]) == 0
-        assert "slowest stage s1" in capsys.readouterr().out
+        assert "busiest stage s1" in capsys.readouterr().out
 
 
 def test_the_best_layout_of_a_cluster_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ def test_the_table_has_a_row_per_stage_and_names_the_slowest() -> None:
         "bubble by reason: starved 16.7%, hops 0.0%, blocked on output 4.2%, too little in flight 12.5%, no work 0.0%"
     )
     assert lines[1].split() == ["s0", "2", "8", "66.7%", "0.0%", "8.3%", "25.0%", "33.3%"]
-    assert "slowest stage s0" in lines[-1]
+    assert "busiest stage s0" in lines[-1]
     assert len({len(line) for line in lines[:3]}) == 1
 
 

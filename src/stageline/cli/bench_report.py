@@ -24,6 +24,7 @@ class Percentiles:
     mean_s: float
     p50_s: float
     p90_s: float
+    p95_s: float
     p99_s: float
 
     @classmethod
@@ -31,8 +32,8 @@ class Percentiles:
         """None if there is no time to speak of."""
         if not times_s:
             return None
-        p50, p90, p99 = np.percentile(times_s, (50, 90, 99)).tolist()
-        return cls(mean_s=float(np.mean(times_s)), p50_s=p50, p90_s=p90, p99_s=p99)
+        p50, p90, p95, p99 = np.percentile(times_s, (50, 90, 95, 99)).tolist()
+        return cls(mean_s=float(np.mean(times_s)), p50_s=p50, p90_s=p90, p95_s=p95, p99_s=p99)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def format_bench_report(report: BenchReport) -> str:
         f"prompt tokens  {report.num_prompt_tokens:>8}  {report.num_prompt_tokens / elapsed_s:10.1f} tokens/s",
         f"output tokens  {report.num_output_tokens:>8}  {report.num_output_tokens / elapsed_s:10.1f} tokens/s",
         "",
-        f"{'milliseconds':<12}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p99")),
+        f"{'milliseconds':<12}" + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99")),
         _percentile_row("TTFT", report.ttft),
         _percentile_row("TPOT", report.tpot),
         _percentile_row("ITL", report.itl),
@@ -147,6 +148,6 @@ def format_bench_report(report: BenchReport) -> str:
 
 def _percentile_row(name: str, percentiles: Percentiles | None) -> str:
     if percentiles is None:
-        return f"{name:<12}" + f"{'-':>10}" * 4
-    times_s = (percentiles.mean_s, percentiles.p50_s, percentiles.p90_s, percentiles.p99_s)
+        return f"{name:<12}" + f"{'-':>10}" * 5
+    times_s = dataclasses.astuple(percentiles)
     return f"{name:<12}" + "".join(f"{time_s * 1000:10.2f}" for time_s in times_s)

@@ -24,7 +24,7 @@ from stageline.timeline.journeys import LatencySplit, critical_path, journeys, m
 from stageline.timeline.picture import check_can_draw, write_picture
 from stageline.timeline.saved import SavedTimeline
 from stageline.timeline.span import Span
-from stageline.timeline.text_gantt import format_gantt
+from stageline.timeline.text_gantt import format_gantt, three_digits
 from stageline.timeline.view import format_critical_path, format_report, format_split
 
 _USAGE = "stageline timeline (FILE | --url URL | --simulated) [--seconds N] [--png FILE] [--chrome FILE] [--save FILE]"
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         args.file = str(newest_simulation())
     recording = _of_server(args) if args.url else _of_file(args.file, args.seconds)
     if not any(span.kind == "forward" for span in recording.spans):
-        print(f"nothing ran in these {recording.end_s - recording.start_s:.3g} s")
+        print(f"nothing ran in these {three_digits(recording.end_s - recording.start_s)} s")
     else:
         print(_as_text(recording, args.width or shutil.get_terminal_size((100, 24)).columns))
     for name, split in recording.latencies.items():
@@ -115,7 +115,7 @@ def _as_text(recording: _Recording, width: int) -> str:
 
 def _write_files(args: argparse.Namespace, recording: _Recording) -> bool:
     spans, num_stages, start_s, end_s = recording.spans, recording.num_stages, recording.start_s, recording.end_s
-    title = f"{num_stages} stages, {end_s - start_s:.3g} s"
+    title = f"{num_stages} stage{'s' * (num_stages > 1)}, {three_digits(end_s - start_s)} s"
     saved = SavedTimeline(start_s, end_s, num_stages, spans)
     writers = {
         "png": lambda path: write_picture(path, spans, num_stages, start_s, end_s, title),

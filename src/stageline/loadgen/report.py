@@ -176,7 +176,7 @@ def format_report(report: Report) -> str:
     if (good := report.num_good) is not None:
         share = good / len(answered) if answered else 0.0
         lines.append(f"goodput        {good:>9}  {report.per_second(good):10.2f} requests/s ({share:.0%} of answers)")
-    names = ("mean", "median", *(f"p{percent}" for percent in PERCENTILES[1:]))
+    names = ("mean", *(f"p{percent}" for percent in PERCENTILES))
     lines += ["", f"{'milliseconds':<12}" + "".join(f"{name:>11}" for name in names)]
     rows = (("TTFT", report.ttft), ("TPOT", report.tpot), ("ITL", report.itl), ("E2E", report.e2e))
     lines += [_row(name, times) for name, times in rows]

@@ -32,13 +32,18 @@ def format_gantt(spans: Iterable[Span], num_stages: int, width: int, start_s: fl
         if 0 <= span.stage_index < num_stages:
             by_stage[span.stage_index].append(span)
     close_s = _close_up_s(by_stage, columns, end_s - start_s)
-    lines = [f"{end_s - start_s:.3g} s, shade by share of time computing"]
+    lines = [f"{three_digits(end_s - start_s)} s, shade by share of time computing"]
     lines += [_row(stage, label, _shaded(its, columns, start_s, end_s)) for stage, its in enumerate(by_stage)]
-    lines += ["", f"the last {close_s * 1000:.3g} ms"]
+    lines += ["", f"the last {three_digits(close_s * 1000)} ms"]
     lines += [
         _row(stage, label, _boxes(its, columns, end_s - close_s, end_s)) for stage, its in enumerate(by_stage)
     ]
     return "\n".join([*lines, "", LEGEND])
+
+
+def three_digits(value: float) -> str:
+    """With three digits, or all before the point if these are more."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
 
 
 def _row(stage_index: int, label: int, cells: str) -> str:
