@@ -38,7 +38,7 @@ from stageline.executor.messages import (
     ToResponder,
     ToWorker,
 )
-from stageline.links.frames import MessageDecoder, activation_header, check_activation, encode_message
+from stageline.links.frames import MessageDecoder, activation_frame, check_activation, encode_message
 from stageline.links.token_frames import check_token_frame, token_frame
 from stageline.pipeline.microbatch import (
     AddedRequest,
@@ -128,8 +128,7 @@ class Enemy:
 
     def activation_frames(self) -> list[bytes]:
         """Close to what comes after (epoch, microbatch, sequence) (1, 7, 2) with 12 bytes of tensor."""
-        frames = [activation_header(1, 7, 2, 0.5, 0.25, 1.0), b"x" * 12]
-        return self._as_hostile(frames)
+        return self._as_hostile([activation_frame(b"x" * 12, 1, 7, 2, 0.5, 0.25, 1.0)])
 
     def token_frames(self) -> list[bytes]:
         """Close to four tokens for the same microbatch."""
@@ -146,13 +145,14 @@ class Enemy:
         except FrameError:
             pass
         try:
-            frames = self.activation_frames()
-            assert len(check_activation([memoryview(frame) for frame in frames], 1, 7, 2, 12)) == 12
+            for frame in self.activation_frames():
+                assert len(check_activation(memoryview(frame), 1, 7, 2, 12).body) == 12
         except FrameError:
             pass
         try:
-            tokens = check_token_frame(self.token_frames(), 1, 7, 2, 4, LIMITS.vocab_size)
-            assert len(tokens) == 4 and all(0 <= token_id < LIMITS.vocab_size for token_id in tokens)
+            for frame in self.token_frames():
+                tokens = check_token_frame(memoryview(frame), 1, 7, 2, 4, LIMITS.vocab_size)
+                assert len(tokens) == 4 and all(0 <= token_id < LIMITS.vocab_size for token_id in tokens)
         except FrameError:
             pass
 

@@ -142,8 +142,8 @@ def test_an_exception_in_a_stage_comes_with_its_traceback(deep_llm: LLM, home: P
 
 def test_a_corrupted_activation_ends_the_run(llm: LLM, home: Path) -> None:
     _stream, pids = under_way(llm)
-    send_frames(home, f"s{LAST}.input", [b"SLA1", bytes(64)])
-    expect_loss(llm, home, pids, LAST, "FrameError", "an activation in 2 frames")
+    send_frames(home, f"s{LAST}.input", [b"SLA1" + bytes(64)])
+    expect_loss(llm, home, pids, LAST, "FrameError", "in 68 bytes")
 
 
 def test_a_stage_killed_while_idle_is_named_by_the_next_call(deep_llm: LLM, home: Path) -> None:

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from stageline import LLM
 from stageline.errors import StagelineError
 from stageline.executor.messages import Allocate, CollectItemTimes, FromWorker, StageLoaded, Stop, WorkerConfig
-from stageline.links.frames import activation_header, encode_message
+from stageline.links.frames import activation_frame, encode_message
 from stageline.links.sockets import Links
 from stageline.pipeline.microbatch import AddedRequest, ExtendedTable, Microbatch, MicrobatchLimits, MicrobatchResult
 from stageline.sampling import SamplerSpec
@@ -120,7 +120,7 @@ def activations() -> list[list[bytes]]:
     """What the first stage sends for MICROBATCHES: any numbers do, as long as they are always the same."""
     generator = torch.Generator().manual_seed(0)
     bodies = [torch.randn(len(m.token_ids), HIDDEN_SIZE, generator=generator) for m in MICROBATCHES]
-    return [[activation_header(0, place, place), body.numpy().tobytes()] for place, body in enumerate(bodies)]
+    return [[activation_frame(body.numpy().tobytes(), 0, place, place)] for place, body in enumerate(bodies)]
 
 
 def run(

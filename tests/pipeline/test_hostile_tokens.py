@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from stageline.errors import FrameError
 from stageline.executor.messages import Allocate, Stop, WorkerConfig
-from stageline.links.frames import encode_message
+from stageline.links.frames import activation_frame_bytes, encode_message
 from stageline.links.sockets import Links
 from stageline.links.token_frames import token_frame
 from stageline.pipeline.microbatch import AddedRequest, Microbatch, MicrobatchResult
@@ -84,13 +84,13 @@ class FirstStage:
         self._senders[socket].send_multipart(frames)
 
     def activation(self) -> bytes | None:
-        """What it sends to the next stage next; None if it leaves instead."""
+        """The tensor that it sends to the next stage next; None if it leaves instead."""
         poller = zmq.Poller()
         for socket in (self._next, self._left):
             poller.register(socket, zmq.POLLIN)
         ready = dict(poller.poll(DEADLINE_S * 1000))
         assert ready, "it hangs"
-        return self._next.recv_multipart()[1] if self._next in ready else None
+        return self._next.recv()[activation_frame_bytes(0) :] if self._next in ready else None
 
     def close(self) -> None:
         self.send("control", [encode_message(Stop())])

@@ -6,12 +6,14 @@ import math
 
 import msgspec
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stageline.errors import FrameError
 from stageline.executor.messages import FromWorker, ToWorker
-from stageline.links.frames import MessageDecoder, activation_header, check_activation, encode_message, stage_times
+from stageline.links.frames import MessageDecoder, activation_frame, check_activation, encode_message
+from stageline.links.sockets import receive_frame
 from stageline.pipeline.microbatch import AddedRequest, ExtendedTable, Microbatch, MicrobatchLimits, check_microbatch
 from stageline.sampling import SamplerSpec
 
@@ -120,28 +122,29 @@ def test_a_corrupted_microbatch_is_refused_or_within_its_limits(data):
     assert message.num_tokens == sum(message.num_scheduled_tokens)
 
 
-def frames(epoch=1, number=7, sequence=2, body=b"x" * 12, extra=()):
-    return [memoryview(activation_header(epoch, number, sequence)), memoryview(body), *extra]
+def frame(epoch=1, number=7, sequence=2, body=b"x" * 12, times=()):
+    return memoryview(activation_frame(body, epoch, number, sequence, *times))
 
 
 def test_a_promised_activation_is_handed_over_without_a_copy():
-    received = frames()
-    assert check_activation(received, 1, 7, 2, 12) is received[1]
+    received = frame()
+    activation = check_activation(received, 1, 7, 2, 12)
+    assert activation.body == b"x" * 12 and activation.body.obj is received.obj
 
 
 @pytest.mark.parametrize(
     "received",
     [
-        frames(epoch=2),
-        frames(number=8),
-        frames(sequence=3),
-        frames(body=b"x" * 11),
-        frames(body=b""),
-        frames(extra=[memoryview(b"")]),
-        frames()[:1],
-        [memoryview(b"short"), memoryview(b"x" * 12)],
-        [memoryview(b"BAD!" + bytes(activation_header(1, 7, 2))[4:]), memoryview(b"x" * 12)],
-        [],
+        frame(epoch=2),
+        frame(number=8),
+        frame(sequence=3),
+        frame(body=b"x" * 11),
+        frame(body=b"x" * 13),
+        frame(body=b""),
+        frame()[:-12],
+        memoryview(b"short"),
+        memoryview(b"BAD!" + bytes(frame())[4:]),
+        memoryview(b""),
     ],
 )
 def test_any_other_activation_is_refused(received):
@@ -151,20 +154,29 @@ def test_any_other_activation_is_refused(received):
 
 @pytest.mark.parametrize("times", [(math.nan, 0.0), (1.0, math.nan), (math.inf, 1.0), (1.0, 2.0), (1.0, -1.0)])
 def test_absurd_stage_times_are_refused(times):
-    received = frames()
-    received[0] = memoryview(activation_header(1, 7, 2, *times))
     with pytest.raises(FrameError, match="stage times"):
-        check_activation(received, 1, 7, 2, 12)
+        check_activation(frame(times=times), 1, 7, 2, 12)
 
 
 def test_stage_times_travel_with_the_activation():
-    assert stage_times(memoryview(activation_header(1, 7, 2, 0.5, 0.25))) == (0.5, 0.25)
+    activation = check_activation(frame(times=(0.5, 0.25, 3.0)), 1, 7, 2, 12)
+    assert (activation.computing_s, activation.slowest_s, activation.sent_s) == (0.5, 0.25, 3.0)
 
 
 @given(st.integers(0, 23), st.integers(1, 255))
 def test_a_header_that_names_another_activation_is_refused(position, change):
-    received = frames()
-    header = bytearray(received[0])
-    header[position] ^= change
+    received = bytearray(frame())
+    received[position] ^= change
     with pytest.raises(FrameError):
-        check_activation([memoryview(bytes(header)), received[1]], 1, 7, 2, 12)
+        check_activation(memoryview(bytes(received)), 1, 7, 2, 12)
+
+
+def test_a_message_of_several_frames_is_refused_where_one_is_expected():
+    with zmq.Context() as context, context.socket(zmq.PULL) as receiver, context.socket(zmq.PUSH) as sender:
+        receiver.bind("inproc://frames")
+        sender.connect("inproc://frames")
+        sender.send(b"one")
+        sender.send_multipart([b"head", b"body"])
+        assert bytes(receive_frame(receiver).buffer) == b"one"
+        with pytest.raises(FrameError, match="several frames, the first of 4 bytes"):
+            receive_frame(receiver)

@@ -217,9 +217,12 @@ class MultiProcessExecutor:
         if self._results:
             return self._results.popleft()
         with self._ending_all_on_a_loss():
-            while (frame := self._next_frame()) is None:
+            frame: bytes | None = None
+            while frame is None:
+                # Usually nothing is there yet, and to be told so by an error costs more than to wait for something.
                 if self._wait_for_anything(self._waking_poller, until_s):
                     return None
+                frame = self._next_frame()
             message = self._take_message(frame)
             if isinstance(message, MicrobatchResult):
                 return message

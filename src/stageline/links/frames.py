@@ -1,4 +1,4 @@
-"""What goes over a socket: control messages as msgpack, activations as one raw frame behind a small fixed header.
+"""What goes over a socket: control messages as msgpack, activations as raw bytes behind a small fixed header.
 
 Nothing received is trusted: a control message is decoded into one of the types its reader expects, and an activation
 must be exactly the bytes that the microbatch promised, from the microbatch and place in line that were expected.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,7 +18,7 @@ from stageline.errors import FrameError
 Message = TypeVar("Message")
 
 _HEADER = struct.Struct("<4sIQQddd")
-_MAGIC = b"SLA2"
+_MAGIC = b"SLA3"
 
 
 class MessageDecoder(Generic[Message]):
@@ -39,7 +39,29 @@ def encode_message(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def activation_header(
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """A received activation that is the one expected.
+
+    Args:
+        body: the tensor's bytes, still in the frame.
+        computing_s, slowest_s: time the stages so far computed this microbatch, in all and the slowest one alone.
+        sent_s: when the sender began to send, on its clock, as it claims: any number, or none at all (NaN).
+    """
+
+    body: memoryview
+    computing_s: float
+    slowest_s: float
+    sent_s: float
+
+
+def activation_frame_bytes(num_bytes: int) -> int:
+    """Of an activation with a tensor of so many bytes."""
+    return _HEADER.size + num_bytes
+
+
+def activation_frame(
+    body: memoryview | bytes,
     epoch: int,
     microbatch: int,
     sequence: int,
@@ -47,43 +69,29 @@ def activation_header(
     slowest_s: float = 0.0,
     sent_s: float = 0.0,
 ) -> bytes:
-    """The frame before an activation's bytes.
+    """An activation behind its header, as one frame: a second one would cost more than copying a small tensor does.
 
     Args:
         sequence: how many activations went over this link before.
-        computing_s, slowest_s: time the stages so far computed this microbatch, in all and the slowest one alone.
-        sent_s: when the sender began to send, on its clock.
+        computing_s, slowest_s, sent_s: see `Activation`.
     """
-    return _HEADER.pack(_MAGIC, epoch, microbatch, sequence, computing_s, slowest_s, sent_s)
+    return b"".join((_HEADER.pack(_MAGIC, epoch, microbatch, sequence, computing_s, slowest_s, sent_s), body))
 
 
-def stage_times(header: memoryview) -> tuple[float, float]:
-    """(computing_s, slowest_s) of a header that `check_activation` let pass."""
-    *_, computing_s, slowest_s, _ = _HEADER.unpack(header)
-    return computing_s, slowest_s
+def check_activation(frame: memoryview, epoch: int, microbatch: int, sequence: int, num_bytes: int) -> Activation:
+    """Check a received activation, whose tensor must have exactly `num_bytes`, against what is expected next.
 
-
-def sent_time_s(header: memoryview) -> float:
-    """When the sender began to send, on its clock, as it claims: any number, or none at all (NaN)."""
-    return float(_HEADER.unpack(header)[-1])
-
-
-def check_activation(
-    frames: Sequence[memoryview], epoch: int, microbatch: int, sequence: int, num_bytes: int
-) -> memoryview:
-    """Check a received activation against what is expected next.
-
-    Returns: the frame with the tensor's bytes, exactly `num_bytes` long.
     Raises: FrameError with what was expected and found.
     """
-    if len(frames) != 2 or len(frames[0]) != _HEADER.size:
-        raise FrameError(f"an activation in {len(frames)} frames; expected a {_HEADER.size}-byte header and a tensor")
-    magic, *found, computing_s, slowest_s, _ = _HEADER.unpack(frames[0])
+    if len(frame) != activation_frame_bytes(num_bytes):
+        raise FrameError(
+            f"activation of m{microbatch} in {len(frame)} bytes; "
+            f"the microbatch promised {num_bytes} behind a header of {_HEADER.size}"
+        )
+    magic, *found, computing_s, slowest_s, sent_s = _HEADER.unpack_from(frame)
     expected = [epoch, microbatch, sequence]
     if magic != _MAGIC or found != expected:
         raise FrameError(f"activation of (epoch, microbatch, sequence) {found}; expected {expected}")
     if not 0.0 <= slowest_s <= computing_s < math.inf:
         raise FrameError(f"activation of m{microbatch} claims stage times {computing_s} s and {slowest_s} s")
-    if len(frames[1]) != num_bytes:
-        raise FrameError(f"activation of m{microbatch} has {len(frames[1])} bytes; the microbatch promised {num_bytes}")
-    return frames[1]
+    return Activation(frame[_HEADER.size :], computing_s, slowest_s, sent_s)

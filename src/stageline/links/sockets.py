@@ -11,7 +11,7 @@ import errno
 
 import zmq
 
-from stageline.errors import ConfigError
+from stageline.errors import ConfigError, FrameError
 from stageline.links.guard import HANDSHAKE_S, ZAP_DOMAIN, Guard, OnBroken, Watched
 from stageline.links.keys import LinkSecurity
 from stageline.links.tcp_address import TcpAddress, destination_of, is_tcp, why_not_permitted
@@ -190,6 +190,14 @@ def check_is_protected(address: TcpAddress, security: LinkSecurity | None) -> No
             f"{address} can be reached from other machines, and there is no cluster key; give --cluster-key-file FILE "
             "on every node (`stageline key new --out FILE` makes one), or type --insecure if the network is trusted"
         )
+
+
+def receive_frame(socket: Socket) -> zmq.Frame:
+    """The next message, where it was received. Raises: FrameError if it has more than one frame."""
+    frame = socket.recv(copy=False)
+    if frame.more:
+        raise FrameError(f"a message of several frames, the first of {len(frame)} bytes; expected one frame")
+    return frame
 
 
 def bound_address(socket: Socket) -> str:

@@ -30,7 +30,7 @@ def token_frame(epoch: int, microbatch: int, sequence: int, token_ids: Sequence[
 
 
 def check_token_frame(
-    frames: Sequence[bytes], epoch: int, microbatch: int, sequence: int, num_tokens: int, vocab_size: int
+    frame: memoryview, epoch: int, microbatch: int, sequence: int, num_tokens: int, vocab_size: int
 ) -> npt.NDArray[np.int32]:
     """Check received tokens against what is expected next.
 
@@ -38,14 +38,13 @@ def check_token_frame(
     Raises: FrameError with what was expected and found.
     """
     num_bytes = max_token_frame_bytes(num_tokens)
-    if len(frames) != 1 or len(frames[0]) != num_bytes:
-        sizes = [len(frame) for frame in frames]
-        raise FrameError(f"tokens for m{microbatch} in frames of {sizes} bytes; expected one of {num_bytes}")
-    magic, *found = _HEADER.unpack_from(frames[0])
+    if len(frame) != num_bytes:
+        raise FrameError(f"tokens for m{microbatch} in {len(frame)} bytes; expected {num_bytes}")
+    magic, *found = _HEADER.unpack_from(frame)
     expected = [epoch, microbatch, sequence]
     if magic != _MAGIC or found != expected:
         raise FrameError(f"tokens for (epoch, microbatch, sequence) {found}; expected {expected}")
-    token_ids = np.frombuffer(frames[0], dtype="<i4", offset=_HEADER.size)
+    token_ids = np.frombuffer(frame, dtype="<i4", offset=_HEADER.size)
     # Negative ones are large as unsigned numbers.
     if token_ids.view("<u4").max(initial=0) >= vocab_size:
         raise FrameError(f"tokens for m{microbatch} outside [0, {vocab_size})")

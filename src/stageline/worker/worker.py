@@ -33,13 +33,12 @@ from stageline.executor.messages import (
 )
 from stageline.links.frames import (
     MessageDecoder,
-    activation_header,
+    activation_frame,
+    activation_frame_bytes,
     check_activation,
     encode_message,
-    sent_time_s,
-    stage_times,
 )
-from stageline.links.sockets import Links
+from stageline.links.sockets import Links, receive_frame
 from stageline.links.token_frames import check_token_frame, max_token_frame_bytes, token_frame
 from stageline.pipeline.microbatch import Microbatch, MicrobatchResult, TokenMasks
 from stageline.pipeline.partition import StageLayers
@@ -236,7 +235,7 @@ class Worker:
         self._input_codec = ActivationCodec(self._config.input_dtype, *sizes)
         self._output_codec = ActivationCodec(self._config.output_dtype, *sizes)
         if self._config.input_address is not None:
-            most_bytes = self._input_codec.num_bytes(self._config.max_num_batched_tokens)
+            most_bytes = activation_frame_bytes(self._input_codec.num_bytes(self._config.max_num_batched_tokens))
             self._input = self._links.receiver(self._config.input_address, most_bytes)
             self._input_poller.register(self._input, zmq.POLLIN)
             self._more_inputs = [
@@ -304,11 +303,11 @@ class Worker:
         """What the last stage sampled for this microbatch's pending rows."""
         assert self._token_input is not None
         microbatch = prepared.microbatch
-        frames = self._token_input.recv_multipart()
+        received = receive_frame(self._token_input)
         for sibling in self._hand_on:
-            sibling.send_multipart(frames)
+            sibling.send(received, copy=False)
         token_ids = check_token_frame(
-            frames,
+            received.buffer,
             microbatch.epoch,
             microbatch.number,
             self._num_tokens_received,
@@ -440,25 +439,22 @@ class Worker:
     def _receive_activation(self, prepared: PreparedMicrobatch) -> torch.Tensor:
         """The stage before's output for this microbatch; if it came as it was computed, still in its frame."""
         assert self._input is not None
-        received = self._input.recv_multipart(copy=False)
+        received = receive_frame(self._input)
         for sibling in self._hand_on:
-            sibling.send_multipart(received, copy=False)
-        frames = [frame.buffer for frame in received]
-        microbatch = prepared.microbatch
+            sibling.send(received, copy=False)
         # The other senders are as far as the first: each waits for all in every layer.
-        others = [[frame.buffer for frame in source.recv_multipart(copy=False)] for source in self._more_inputs]
-        num_bytes, count = self._input_codec.num_bytes(microbatch.num_tokens), 1 + len(others)
-        runs = [slice_of(num_bytes, index, count) for index in range(count)]
+        frames = [received, *map(receive_frame, self._more_inputs)]
+        microbatch = prepared.microbatch
+        num_bytes = self._input_codec.num_bytes(microbatch.num_tokens)
         place = microbatch.epoch, microbatch.number, self._num_received
-        body = joined(
-            [
-                check_activation(part, *place, run.stop - run.start)
-                for part, run in zip((frames, *others), runs, strict=True)
-            ]
-        )
+        parts = []
+        for index, frame in enumerate(frames):
+            run = slice_of(num_bytes, index, len(frames))
+            parts.append(check_activation(frame.buffer, *place, run.stop - run.start))
+        body = joined([part.body for part in parts])
         self._num_received += 1
-        self._computing_s, self._slowest_s = stage_times(frames[0])
-        sent_s = sent_time_s(frames[0]) - self._account.input_ahead_s
+        self._computing_s, self._slowest_s = parts[0].computing_s, parts[0].slowest_s
+        sent_s = parts[0].sent_s - self._account.input_ahead_s
         if self._config.input_delay_s > 0:
             wait_until(min(sent_s, self._clock.now_s()) + self._config.input_delay_s, self._clock)
         # What was sent before this stage waited lay ready for a time that is not the link's.
@@ -471,16 +467,15 @@ class Worker:
         if isinstance(output, MicrobatchResult):
             self._engine.send(encode_message(output.after(self._computing_s, self._slowest_s)))
         elif self._outputs:
-            header = activation_header(
-                microbatch.epoch, microbatch.number, self._num_sent, self._computing_s, self._slowest_s, start_s
-            )
             body = self._output_codec.encode(output)
             if not self._config.sends_whole:
                 body = body[slice_of(body.nbytes, self._config.rank, self._config.num_ranks)]
+            place = microbatch.epoch, microbatch.number, self._num_sent
+            frame = activation_frame(body, *place, self._computing_s, self._slowest_s, start_s)
             # Counted first: when the engine has the result, every stage's totals hold the microbatch.
             self._account.sent(body.nbytes)
             for socket in self._outputs:
-                socket.send_multipart([header, body], copy=False)
+                socket.send(frame, copy=False)
             self._num_sent += 1
         self._record("send", microbatch, start_s)
 
