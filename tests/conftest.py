@@ -15,7 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# On a busy machine any example may take long, and no law is about that.
+hypothesis.settings.register_profile("any pace", deadline=None)
+hypothesis.settings.load_profile("any pace")
 
 # Files of tests that take longest, in order. The others follow by folder, the quickest folders last.
 LONGEST_FILES = (

@@ -47,10 +47,10 @@ def test_tokens_do_not_depend_on_where_the_window_is_kept(
     started = start_stages(model, num_stages, "in_process")
     requests = [request(name, prompt, NUM_OUTPUT_TOKENS) for name, prompt in PROMPTS.items()]
     num_preemptions = {AMPLE: 0, TIGHT: 0}
-    for blocks in (AMPLE, TIGHT):
+    for blocks, num_blocks in ((AMPLE, 400), (TIGHT, 13)):
         for chunk in (7, 64):
             for prefix_caching in (True, False):
-                case = Case(max_chunk_tokens=chunk, prefix_caching=prefix_caching, window_blocks=blocks)
+                case = Case(chunk, prefix_caching, num_blocks, blocks)
                 finished = run(started, case, requests)
                 assert {name: result.token_ids for name, result in finished.items()} == expected, case
                 assert any(result.num_cached_tokens for result in finished.values()) == prefix_caching, case
