@@ -1,6 +1,7 @@
-"""One table: Stageline, vLLM and the machine's limit, side by side in one run.
+"""One table: Stageline, vLLM, llama.cpp and the machine's limit, side by side in one run.
 
-    python benchmarks/compare.py MODEL.gguf [--vllm-python VENV/bin/python --vllm-model DIR] [--repetitions 3]
+    python benchmarks/compare.py MODEL.gguf [--vllm-python VENV/bin/python --vllm-model DIR]
+        [--llama-server PATH --rpc-server PATH] [--repetitions 3]
 
 Every side is started once; then all sides run each workload in turn, A B C A B C ..., the others stopped meanwhile, and
 medians are compared. Workloads: `throughput` (64 prompts of 128 random tokens, 128 output tokens each), `prompt` (one
@@ -59,6 +60,9 @@ class Side:
         self._process.stdin.flush()
         answer = self._answer()
         self._signal(signal.SIGSTOP)
+        asked = workload["num_prompts"] * workload["output_len"]
+        if answer["num_tokens"] != asked:
+            raise SystemExit(f"{self.name} generated {answer['num_tokens']} tokens instead of {asked}")
         return answer
 
     def stop(self) -> None:
@@ -100,6 +104,27 @@ def vllm(name: str, python: str, model: str, cores: str, **settings: Any) -> Sid
     return Side(name, command, {"VLLM_CPU_OMP_THREADS_BIND": cores})
 
 
+def llamacpp(name: str, workload: str, args: argparse.Namespace, rpc_layers: str = "", ubatch: int = 512) -> Side:
+    """llama-server alone on both cores, or over RPC servers of one thread each when their layers are given."""
+    slots = {"throughput": ["-np", "64", "-c", "20480"], "prompt": ["-np", "1", "-c", "4352"]}
+    settings = [*slots.get(workload, ["-np", "1", "-c", "256"]), "-b", "2048", "-ub", str(ubatch)]
+    settings += ["-t", "1" if rpc_layers else "2", "--cache-ram", "0", "--no-ui", *args.llama_settings.split()]
+    command = [sys.executable, str(_SIDES / "llamacpp_side.py"), args.llama_model or args.model]
+    command += ["--llama-server", args.llama_server, "--settings", json.dumps(settings)]
+    if rpc_layers:
+        command += ["--rpc-server", args.rpc_server, "--layers", rpc_layers]
+    return Side(name, command)
+
+
+def make_llamacpp_sides(workload: str, args: argparse.Namespace) -> list[Side]:
+    """One side for each `-ub` over RPC servers, and llama-server alone."""
+    sides = []
+    if args.rpc_server:
+        for ubatch in args.llama_ubatch:
+            sides.append(llamacpp(f"llama.cpp RPC x2, ubatch {ubatch}", workload, args, args.llama_layers, ubatch))
+    return [*sides, llamacpp("llama.cpp alone, both cores", workload, args)]
+
+
 def make_sides(workload: str, args: argparse.Namespace) -> list[Side]:
     """The settings worth comparing for a workload; every peer at its best setting as well as its default."""
     two = {"pipeline_parallel_size": 2, "pp_layer_partition": args.partition, **json.loads(args.settings)}
@@ -116,14 +141,16 @@ def make_sides(workload: str, args: argparse.Namespace) -> list[Side]:
         if workload == "throughput":
             sides.append(vllm("vllm pp=2, default", *peer, "0|1", pipeline_parallel_size=2))
             sides.append(vllm("vllm pp=1, both cores", *peer, "0-1", max_num_batched_tokens=2048))
-    return sides
+    return [*sides, *(make_llamacpp_sides(workload, args) if args.llama_server else [])]
 
 
 def measure(workload: str, args: argparse.Namespace) -> None:
     sides = make_sides(workload, args)
     limits = []
+    started: list[Side] = []
     try:
         for side in sides:
+            started.append(side)
             side.start()
             print(f"  {side.name}: ready after {side.ready_s:.1f} s", flush=True)
         for _ in range(args.repetitions):
@@ -132,7 +159,7 @@ def measure(workload: str, args: argparse.Namespace) -> None:
                 side.results.append(side.run(WORKLOADS[workload]))
                 print(f"  {side.name}: {side.results[-1]}", flush=True)
     finally:
-        for side in sides:
+        for side in started:
             side.stop()
     report(workload, sides, statistics.median(limits), args.model)
 
@@ -162,7 +189,15 @@ def main() -> None:
     parser.add_argument("--settings", default="{}", help="more of Stageline's settings, as JSON")
     parser.add_argument("--vllm-python", help="interpreter of a virtual environment with vLLM's CPU build")
     parser.add_argument("--vllm-model", help="the same model as a Hugging Face directory in bfloat16")
+    parser.add_argument("--llama-server", help="llama.cpp's llama-server")
+    parser.add_argument("--rpc-server", help="llama.cpp's ggml-rpc-server, of the same build")
+    parser.add_argument("--llama-model", help="another GGUF file for llama.cpp, such as the same weights in bfloat16")
+    parser.add_argument("--llama-layers", default="17,14", help="layers per RPC server, the output layer with the last")
+    parser.add_argument("--llama-ubatch", type=int, nargs="+", default=[512], help="-ub over RPC, a side for each")
+    parser.add_argument("--llama-settings", default="", help="more of llama-server's flags")
     args = parser.parse_args()
+    if args.rpc_server and not args.llama_server:
+        parser.error("--rpc-server needs --llama-server")
     for workload in WORKLOADS if args.workload == "all" else [args.workload]:
         measure(workload, args)
 

@@ -32,7 +32,8 @@ def serve(run_once: RunOnce, started_s: float, extra: Callable[[], dict[str, obj
         begin_s = time.perf_counter()
         num_tokens = run_once(prompts, asked["output_len"])
         elapsed_s = time.perf_counter() - begin_s
-        _say({"elapsed_s": elapsed_s, "output_tokens_per_s": num_tokens / elapsed_s, **extra()})
+        rate = num_tokens / elapsed_s
+        _say({"elapsed_s": elapsed_s, "num_tokens": num_tokens, "output_tokens_per_s": rate, **extra()})
 
 
 def _say(answer: dict[str, object]) -> None:
