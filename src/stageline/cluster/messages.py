@@ -14,7 +14,7 @@ from stageline.executor.messages import WorkerConfig
 
 MOST_PATIENCE_S = 10.0
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Grows when these messages, those of stages, or the frames of activations change."""
 
 
