@@ -80,7 +80,7 @@ def test_an_interpreter_that_does_not_start_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(Path, "chmod", lambda self, mode: None)
     open_files = os.listdir("/proc/self/fd")
-    with pytest.raises(PermissionError):
+    with pytest.raises(ConfigError, match=r"stage 0: no process.*Permission denied; .*/python is no interpreter"):
         start(PATIENT)
     assert os.listdir("/proc/self/fd") == open_files
     assert [path.name for path in home.iterdir()] == ["python"]

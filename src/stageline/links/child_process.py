@@ -9,6 +9,7 @@ has a process group of its own, so that Ctrl-C in a terminal reaches its parent 
 from __future__ import annotations
 
 import math
+import errno
 import os
 import select
 import signal
@@ -45,8 +46,10 @@ class ChildProcess:
         try:
             self._start(module, config, pass_fds, environ or {})
         except OSError as error:
-            limits = "look at the limits of this user (ulimit -a), of its container, and at the memory that is left"
-            raise ConfigError(f"no process can be started for {module}: {error.strerror or error}; {limits}") from None
+            way_out = "look at the limits of this user (ulimit -a), of its container, and at the memory that is left"
+            if error.errno in (errno.EACCES, errno.ENOENT, errno.ENOEXEC):
+                way_out = f"{sys.executable} is no interpreter that can be run"
+            raise ConfigError(f"no process can be started for {module}: {error.strerror or error}; {way_out}") from None
 
     def _start(self, module: str, config: bytes, pass_fds: Sequence[int], environ: Mapping[str, str]) -> None:
         """Raises: OSError."""
