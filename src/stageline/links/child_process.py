@@ -8,8 +8,8 @@ has a process group of its own, so that Ctrl-C in a terminal reaches its parent 
 
 from __future__ import annotations
 
-import math
 import errno
+import math
 import os
 import select
 import signal
