@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,7 @@ Their tokenizers: SentencePiece, and byte-level BPE whose `tokenizer.ggml.pre` i
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     outcomes = run_tests()
     PAGE.write_text(page(outcomes), encoding="utf-8")
     print(f"{PAGE.relative_to(ROOT)}: {len(outcomes)} variants")

@@ -182,7 +182,12 @@ def _head_name(master_addr: str) -> Finding:
             "head name", f"--master-addr {master_addr} is {address.host}, which no other machine reaches; give the "
             "address that the others know, in figures, or take the name out of /etc/hosts' loopback lines",
         )  # fmt: skip
-    return ok("head name", f"{master_addr} is {address.host}")
+    return _leads_to(master_addr, address.host)
+
+
+def _leads_to(master_addr: str, host: str) -> Finding:
+    told = f"--master-addr is {host}, in figures" if master_addr == host else f"{master_addr} is {host}"
+    return ok("head name", told)
 
 
 def _look_at_head(asked: Asked) -> str:
@@ -218,9 +223,8 @@ def _way_to_head(asked: Asked, security: LinkSecurity | None) -> list[Finding]:
         head = TcpAddress(resolve(asked.cluster.master_addr, "--master-addr"), asked.cluster.master_port)
     except ConfigError as error:
         return [failed("head name", str(error))]
-    named = ok("head name", f"{asked.cluster.master_addr} is {head.host}")
     ports = finding_of("links port", lambda: _look_at_links_port(asked, _own_host(asked)))
-    return [named, ports, _reach_head(head, security)]
+    return [_leads_to(asked.cluster.master_addr, head.host), ports, _reach_head(head, security)]
 
 
 def _reach_head(head: TcpAddress, security: LinkSecurity | None) -> Finding:
