@@ -47,7 +47,7 @@ def add_parser(commands: SubParsers) -> None:
         "--pareto", metavar="FILE", help="draw TPOT and throughput of layouts, from one request on (needs matplotlib)"
     )
     parser.add_argument(
-        "--calibrate", action="store_true", help="measure this host in a minute or two with layers like MODEL's, "
+        "--calibrate", action="store_true", help="measure this host in less than a minute with layers like MODEL's, "
         "a small one's without it, and keep what was found for --simulate"
     )
     add_plan_flags(parser)
