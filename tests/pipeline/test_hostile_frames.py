@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from stageline import LLM
 from stageline.errors import StagelineError
 from stageline.executor.messages import Allocate, CollectItemTimes, FromWorker, StageLoaded, Stop, WorkerConfig
-from stageline.links.frames import activation_frame, encode_message
+from stageline.links.frames import activation_frame, activation_frame_bytes, encode_message
 from stageline.links.sockets import Links
 from stageline.pipeline.microbatch import AddedRequest, ExtendedTable, Microbatch, MicrobatchLimits, MicrobatchResult
 from stageline.sampling import SamplerSpec
@@ -156,15 +156,18 @@ VALID: list[bytes] = [
     encode_message(Stop()),
     *[frame for activation in activations() for frame in activation],
 ]
+# Whoever may send activations says what their numbers are; only what is before them, and how many, can be wrong.
+NUM_CHECKED_BYTES = {frame: activation_frame_bytes(0) for activation in activations() for frame in activation}
 
 
 @st.composite
 def damaged_frames(draw: st.DrawFn) -> bytes:
     """A valid frame with some of its bytes changed, or cut off."""
-    frame = bytearray(draw(st.sampled_from(VALID)))
+    valid = draw(st.sampled_from(VALID))
+    frame = bytearray(valid)
     for _ in range(draw(st.integers(1, 4))):
         if frame:
-            frame[draw(st.integers(0, len(frame) - 1))] = draw(st.integers(0, 255))
+            frame[draw(st.integers(0, NUM_CHECKED_BYTES.get(valid, len(frame)) - 1))] = draw(st.integers(0, 255))
     return bytes(frame[: draw(st.integers(0, len(frame)))] if draw(st.booleans()) else frame)
 
 
