@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 from collections import namedtuple
@@ -9,11 +10,15 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+import zmq
 
 from stageline.cli.main import main
 from stageline.cluster.addresses import InterfaceFilter, OwnAddress, Pair, candidate_pairs, own_addresses
+from stageline.cluster.messages import FindWay, WayFound
 from stageline.cluster.probe import NoWay, Way, choose_address, measure
 from stageline.cluster.probe_listener import BLOCK, ECHO, REPORT, ProbeListener
+from stageline.cluster.ways import find_way
+from stageline.doctor.peer import Reached, reach
 from stageline.errors import ConfigError
 from stageline.links.keys import ClusterKey, LinkSecurity
 from stageline.links.sockets import Links
@@ -117,6 +122,18 @@ def test_what_is_reached_is_measured_and_what_is_not_says_why(listener: ProbeLis
         assert found.step_s(10**6) > found.step_s(10**3) > found.round_trip_s / 2
     assert from_own.url == f"tcp://127.0.0.2:0;{there}" and way.url == there.url
     assert silent == NoWay(None, nobody, "nothing listens there, or a firewall is in between")
+
+
+def test_who_can_open_no_more_sockets_says_so_to_whoever_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(Links, "caller", refuse)
+    asked = FindWay(7, ["127.0.0.1:5"], 1000)
+    hosts = [OwnAddress("", "127.0.0.1", "127.0.0.1")]
+    reason = "the ways to other machines cannot be measured: Too many open files"
+    assert find_way(hosts, asked, KEY) == WayFound(7, None, reason)
+    assert reach(hosts, asked, KEY) == Reached(reason)
 
 
 def test_the_way_with_the_quickest_step_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

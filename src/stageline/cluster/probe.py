@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import zmq
@@ -116,26 +117,33 @@ def measure(
 
     Args:
         stop: rung by another thread, ends this at once; it is left unheard.
-    Raises: Stopped.
+    Raises: Stopped; ConfigError if this machine opens no sockets for it.
     """
-    links = Links(security)
     try:
-        probers = [_Prober(links.caller(tcp_url(address, source)), stop) for source, address in targets]
-        reached = _reach(probers, stop)
-        found: list[Way | NoWay] = []
-        for prober, (source, address), is_reached in zip(probers, targets, reached, strict=True):
-            if not is_reached:
-                reason = links.trouble(tcp_url(address, source)) or f"no answer within {_REACH_S:g} s"
-                found.append(NoWay(source, address, reason))
-                continue
-            try:
-                round_trip_s = _round_trip_s(prober)
-                found.append(Way(source, address, round_trip_s, _bytes_per_s(prober, round_trip_s)))
-            except TimeoutError:
-                found.append(NoWay(source, address, f"it answered, and then not for {_PATIENCE_S:g} s"))
-        return found
-    finally:
-        links.close()
+        with closing(Links(security)) as links:
+            return _measured(links, targets, stop)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"the ways to other machines cannot be measured: {error.strerror or error}") from None
+
+
+def _measured(
+    links: Links, targets: Sequence[tuple[str | None, TcpAddress]], stop: Wakeup | None
+) -> list[Way | NoWay]:
+    """Raises: Stopped."""
+    probers = [_Prober(links.caller(tcp_url(address, source)), stop) for source, address in targets]
+    reached = _reach(probers, stop)
+    found: list[Way | NoWay] = []
+    for prober, (source, address), is_reached in zip(probers, targets, reached, strict=True):
+        if not is_reached:
+            reason = links.trouble(tcp_url(address, source)) or f"no answer within {_REACH_S:g} s"
+            found.append(NoWay(source, address, reason))
+            continue
+        try:
+            round_trip_s = _round_trip_s(prober)
+            found.append(Way(source, address, round_trip_s, _bytes_per_s(prober, round_trip_s)))
+        except TimeoutError:
+            found.append(NoWay(source, address, f"it answered, and then not for {_PATIENCE_S:g} s"))
+    return found
 
 
 class _Prober:

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-import zmq
-
 from stageline.cluster.addresses import OwnAddress, candidate_pairs, own_addresses
 from stageline.cluster.messages import FindWay, WayFound
 from stageline.cluster.probe import Stopped, Way, choose_address
@@ -59,7 +57,7 @@ def find_way(
     try:
         pairs = candidate_pairs(hosts, [TcpAddress.parse(address) for address in asked.addresses])
         way, found = choose_address(pairs, security, asked.step_bytes, stop)
-    except (ConfigError, zmq.ZMQError) as error:
+    except ConfigError as error:
         return WayFound(asked.number, None, str(error))
     num_ways = sum(isinstance(one, Way) for one in found)
     return WayFound(asked.number, way.url, str(way) + (f", best of {num_ways} ways" if num_ways > 1 else ""))
