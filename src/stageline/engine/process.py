@@ -12,7 +12,6 @@ import gc
 import logging
 import os
 import sys
-import threading
 import traceback
 from collections import deque
 
@@ -171,7 +170,9 @@ class _Engine:
                     loss = error if isinstance(error, WorkerLost) else WorkerLost(error.stage_index, error.reason)
                     responder.forget_core()
                     self._go_down(loss, serving, head.machine_of(loss.stage_index) if head is not None else "")
-                    self._let_pass(revival.pause_s)
+                    if (pause_s := revival.pause_s) > 0:
+                        logger.info("it broke several times in a row: it is started again in %g s", pause_s)
+                        responder.wait_for_order(pause_s)
         finally:
             if serving is not None:
                 serving.pipeline.core.close()
@@ -227,12 +228,6 @@ class _Engine:
         if serving is not None:
             serving.loop.pipeline_lost(loss, keeps_requests)
         self.tell_all(PipelineDown(reason, _RETRY_AFTER_S, keeps_requests))
-
-    def _let_pass(self, pause_s: float) -> None:
-        """Another thread sees to it that this process can be told to leave meanwhile."""
-        if pause_s > 0:
-            logger.info("it broke several times in a row: it is started again in %g s", pause_s)
-            threading.Event().wait(pause_s)
 
     def _warm_up(self, pipeline: Pipeline, vocab_size: int) -> None:
         rounds = (*PROOF, *(USUAL_SIZES if self._config.warms_up else ()))

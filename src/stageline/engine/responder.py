@@ -35,6 +35,7 @@ class Responder:
         self._clock = clock
         self._orders = orders
         self._core: EngineCore | None = None
+        self._has_new_order = threading.Event()
         self._decoder: MessageDecoder[FromOwner] = MessageDecoder(FromOwner)
         # Its own sockets, never closed: the main thread may not close sockets that this thread uses.
         links = Links()
@@ -52,8 +53,13 @@ class Responder:
     def forget_core(self) -> None:
         """There is none: until the next one, nothing stands still, and a word to stop is obeyed at once."""
         self._core = None
+        self._has_new_order.clear()
         if any(isinstance(order, Stop) for order in self._orders):
             self._leave(0)
+
+    def wait_for_order(self, most_s: float) -> None:
+        """Return when an order has come since there is no core, or after so long."""
+        self._has_new_order.wait(most_s)
 
     def _run(self) -> None:
         stdin = sys.stdin.fileno()
@@ -80,6 +86,7 @@ class Responder:
             self._leave(1)
         order = self._decoder.decode(body)
         self._orders.append(order)
+        self._has_new_order.set()
         if self._core is not None:
             self._core.wake()
         elif isinstance(order, Stop):
